@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -32,42 +33,54 @@ SECTIONS: dict[str, Callable[[Reports], str]] = {
     "collectives": on_one_host.collectives,
     "between_hosts": between_hosts.between_hosts,
     "training": training.training,
-    "training.losses": training.losses,
-    "slow_network": training.slow_network,
     "sharding": training.sharding,
     "matrices": matrices.matrices,
     "matrices.losses": matrices.losses,
     "kernels": on_one_host.kernels,
-    "asynchronous.experiment": training.asynchronous,
-    "growth": growth.growth,
-    "recommended_stack": recommended_stack.recommended_stack,
     "gpu": gpu.measured,
     "gpu_check": gpu.checked,
 }
 """How the reports of a bench are shown, in the order of the page."""
 
+ELSEWHERE = {
+    "slow_network": "[Training over slow links](slow_network.md): step time, bytes and loss of each compression method",
+    "training.losses": "[What auto chooses](compression.md#what-auto-chooses): loss with each compression method",
+    "recommended_stack": "[The recommended stack](recommended_stack.md): DGC, float16, LARS and warm-up together",
+    "asynchronous.experiment": "[Asynchronous training and stragglers](asynchronous_experiment.md): loss with a slow "
+    "or absent worker",
+    "growth": "[Costs as work grows](growth.md): ranks, parameters, bytes and buckets",
+}
+"""Where the reports of a bench are shown that has its own page, and of what."""
+
+BENCHES = (*SECTIONS, *ELSEWHERE)
+
 _HEADLINE = re.compile(r"(<!-- figures -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+_WIDTH = 120
 
 _BY_HAND = "<!-- by hand from here -->\n"
 
 _INTRODUCTION = """# Benchmarks
+
+Compare pycomm with DDP, Gloo, MPI, DeepSpeed and torch, and repeat each measurement with the command above its table.
 
 <!-- Written by python docs/benchmarks.py from bench/results: changes above "by hand from here" are lost. -->
 
 ![How many times as fast as its peer pycomm is, in each of five benchmarks](benchmarks.svg)
 """
 
-_HOW = """
-Most of these figures are held by a report in `bench/results`; CI compares them. Those at the
-[end of the page](#without-a-committed-report) are not.
+_HOW = """\
+- Each bench verifies its results before it times them. Figures are medians of turns that alternate with the peers'
+  turns.
+- The machines are small, noisy virtual ones. Trust ratios more than times.
+- Most figures come from a report in `bench/results`, which CI compares with this page. A report has the spread of each
+  figure, and more sizes, ranks and methods than the tables here. The figures at the
+  [end of the page](#without-a-committed-report) have no report.
+- To measure your machine, run the command above a table, or [`pycomm bench`](bench.md).
 
-- Each bench verifies its results before it times them.
-- What is compared takes turns in the same run. Figures are medians over the turns.
-- The machines are small virtual ones, and noisy. Trust the ratios more than the times.
-- A bench that ran on several processors has columns for each.
+Reports on other pages:
 
-To get the figures of your machine, with their spread, run the command above the table, or [`pycomm bench`](bench.md).
-"""
+{elsewhere}"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,14 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pages() -> dict[Path, str]:
-    reports = load_reports(REPORTS, SECTIONS)
+    reports = load_reports(REPORTS, BENCHES)
     benches = by_bench(reports)
     stack = benches.get("recommended_stack", {})
     filled = recommended_stack.filled(STACK.read_text(encoding="utf-8"), stack)
     texts = [path.read_text(encoding="utf-8") for path in (README, PAGE)]
     losses = training.loss_table(benches["training.losses"])
     compression = _HEADLINE.sub(lambda match: match[1] + losses + match[3], COMPRESSION.read_text(encoding="utf-8"))
-    pages = {STACK: filled, GROWTH: growth.page(benches["growth"]), COMPRESSION: compression}
+    pages = {STACK: filled, GROWTH: wrapped(growth.page(benches["growth"])), COMPRESSION: compression}
     return {**render(reports, *texts), **pages}
 
 
@@ -98,11 +111,27 @@ def render(reports: Reports, readme: str, page: str = "") -> dict[Path, str]:
         raise ValueError("README.md has no <!-- figures --> ... <!-- end -->")
     table = headline(reports)
     filled = _HEADLINE.sub(lambda match: match[1] + table + match[3], readme)
+    how = _HOW.format(elsewhere="".join(f"- {text}\n" for bench, text in ELSEWHERE.items() if bench in benches))
     by_hand = page.partition(_BY_HAND)[2]
     return {
-        PAGE: "\n".join([_INTRODUCTION, sentence(reports), table + _HOW, *sections, _BY_HAND]) + by_hand,
+        PAGE: wrapped("\n".join([_INTRODUCTION, sentence(reports), how, *sections, _BY_HAND])) + by_hand,
         README: filled,
     }
+
+
+def wrapped(text: str) -> str:
+    """Return ``text`` with lines of prose and of lists that are not longer than the others of the documentation."""
+    lines, in_code = [], False
+    for line in text.split("\n"):
+        in_code ^= line.startswith("```")
+        if in_code or len(line) <= _WIDTH or line.startswith(("|", "<!--", "#", "!")):
+            lines.append(line)
+        else:
+            indent = "  " if line.startswith("- ") else ""
+            lines += textwrap.wrap(
+                line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

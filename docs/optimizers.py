@@ -7,7 +7,9 @@ python docs/optimizers.py --check        # changes nothing; exits with 1 and say
 from __future__ import annotations
 
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,22 +23,31 @@ _PAGE = """# Tested optimizers
 
 <!-- Written by python docs/optimizers.py from docs/tested_optimizers.json: changes here are lost. -->
 
-{equal} of {number} optimizers give **equal** parameters, to the last bit, with and without pycomm. The others did not
-run; none gave different parameters. Each took {steps} steps twice, in float32: on two ranks with different samples,
-averaged by `pycomm.attach`, and alone, with the mean of both ranks' gradients. With `shard="optimizer"` in addition
-(see [Any optimizer](sharding.md#any-optimizer)), {sharded} of them give equal parameters to rounding, and most to the
-last bit; the others are refused, with the reason. To repeat it:
+Look up whether your optimizer works with pycomm. {equal} of {number} optimizers give **equal** parameters, to the last
+bit, with and without pycomm; the others did not run. With [`shard="optimizer"`](sharding.md#any-optimizer), {sharded}
+give equal parameters, {rounded} of them only to rounding; the others are refused with an error.
+
+Each optimizer took {steps} steps in float32: on two ranks with different samples, averaged by `pycomm.attach`, and
+alone, with the mean of both ranks' gradients. To repeat the test:
 
 ```sh
 python -m tests.integrations.optimizers
 ```
 
-Versions: {versions}.
+{versions}
 
-Optimizers that require a closure got one. Those that use the value of the loss got the mean over the ranks; a script
-must compute it. Optimizers like Muon got a list of the matrices, or only these.
+If an optimizer uses the value of the loss, average the loss over the ranks, as this test did. Optimizers like Muon got
+only the matrices, or a list of them.
 
 {tables}"""
+
+_REFUSED = {
+    "all gradients together|with other gradients of some parameters": "a step depends on all gradients",
+    "cannot be sent": "state cannot be sent",
+    r"step\(closure\)": "requires a closure",
+    "requires the optimizer that steps": "wraps another optimizer",
+}
+"""What refusals with ``shard="optimizer"`` say, and what the page says for short."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,12 +69,13 @@ def render(report: dict[str, Any]) -> str:
     differing = [f"{package}.{name}: {said}" for package, name, *both in tried for said in both if _differs(said)]
     if differing:
         raise ValueError(f"the page says that none differs, but {', '.join(differing)}")
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    versions = _wrapped(f"Versions: {', '.join(' '.join(version) for version in report['versions'].items())}.")
     packages = dict.fromkeys(package for package, *_ in tried)
     return _PAGE.format(
         steps=report["steps"],
         equal=sum(outcome == "equal" for _, _, outcome, _ in tried),
         sharded=sum(sharded.startswith("equal") for *_, sharded in tried),
+        rounded=sum(sharded == "equal to rounding" for *_, sharded in tried),
         number=len(tried),
         versions=versions,
         tables="\n".join(_section(package, tried) for package in packages),
@@ -71,14 +83,29 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _section(package: str, tried: list[list[str]]) -> str:
-    mine = [(name, outcome) for owner, name, outcome, _ in tried if owner == package]
-    equal = ", ".join(f"`{name}`" for name, outcome in mine if outcome == "equal")
-    others = [f"| `{name}` | {outcome.replace('|', '/')} |" for name, outcome in mine if outcome != "equal"]
-    table = ["", "| not among them | |", "| --- | --- |", *others] if others else []
-    refused = [(name, sharded) for owner, name, _, sharded in tried if owner == package and "refused" in sharded]
-    rows = [f"| `{name}` | {why.removeprefix('refused: ').replace('|', '/')} |" for name, why in refused]
-    sharded = ["", '| refused with `shard="optimizer"` | |', "| --- | --- |", *rows] if rows else []
-    return "\n".join([f"## {package}", "", f"Equal: {equal}.", *table, *sharded, ""])
+    """Return the names of ``package``'s optimizers by result; those that are equal first."""
+    results: dict[str, list[str]] = {}
+    for owner, name, outcome, sharded in tried:
+        if owner == package:
+            results.setdefault(_result(outcome, sharded), []).append(f"`{name}`")
+    ordered = sorted(results, key=lambda result: (not result.startswith("Equal"), result))
+    shown = [_wrapped(f"- {result}: {', '.join(results[result])}.") for result in ordered]
+    return "\n".join([f"## {package}", "", *shown, ""])
+
+
+def _wrapped(line: str) -> str:
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def _result(outcome: str, sharded: str) -> str:
+    if outcome != "equal":
+        what, _, why = outcome.rstrip(".").partition(": ")
+        return f"{what.capitalize()} ({why})"
+    if "refused" not in sharded:
+        return "Equal, also with `shard`"
+    told = (short for pattern, short in _REFUSED.items() if re.search(pattern, sharded))
+    return f"Equal, refused with `shard` ({next(told, sharded.removeprefix('refused: '))})"
 
 
 def _differs(outcome: str) -> bool:

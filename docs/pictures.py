@@ -18,7 +18,7 @@ from benchmark_page.growth import labels_of, lines_of
 from benchmark_page.headline import compared
 from benchmark_page.reports import by_bench, load_reports
 from benchmark_page.tables import span, times
-from benchmarks import REPORTS, SECTIONS
+from benchmarks import BENCHES, REPORTS
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
@@ -129,25 +129,26 @@ def both() -> Figure:
 
 
 def benchmarks() -> Figure:
-    """How many times as fast as its peer pycomm is; a bar for each processor's figure."""
-    rows = list(compared(load_reports(REPORTS, SECTIONS)))
-    figure = Figure(figsize=(8, 3.2))
-    axes = figure.add_axes((0.46, 0.16, 0.44, 0.8))
+    """How many times as fast as its peer pycomm is; a bar for each processor's figure, below what it is of."""
+    rows = list(compared(load_reports(REPORTS, BENCHES)))
+    figure = Figure(figsize=(5, 3.9))  # phones show it at about this width
+    axes = figure.add_axes((0.05, 0.09, 0.92, 0.9))
     for place, row in enumerate(reversed(rows)):
         speedups = row.speedups()
         for number, speedup in enumerate(speedups):
             color = COLORS[2] if speedup >= 1 else COLORS[3]
-            height = 0.7 / len(speedups)
-            axes.barh(place + 0.35 - height * (number + 0.5), speedup - 1, height * 0.9, left=1, color=color)
+            height = 0.5 / len(speedups)
+            axes.barh(place + 0.25 - height * (number + 0.5), speedup - 1, height * 0.9, left=1, color=color)
         text = span(speedups, times)
-        axes.text(max(1, *speedups, 1) * 1.12, place, text, ha="left", va="center", fontsize=9, color=INK)
-    axes.set_yticks(range(len(rows)), [f"{row.what}\nagainst {row.whose}" for row in reversed(rows)], fontsize=8)
+        axes.text(max(1, *speedups, 1) * 1.08, place, text, ha="left", va="center", fontsize=10, color=INK)
+        axes.text(1, place + 0.3, f"{row.what}, against {row.whose}", ha="left", va="bottom", fontsize=9, color=INK)
+    axes.set_yticks([])
+    axes.set_ylim(-0.4, len(rows) - 0.2)
     axes.set_xscale("log")
-    axes.set_xlim(0.7, 400)
-    axes.set_xticks([1, 10, 100], ["as fast", "10 times", "100 times"], fontsize=8)
+    axes.set_xlim(0.98, 320)
+    axes.set_xticks([1, 10, 100], [times(each) for each in (1, 10, 100)], fontsize=9)
     axes.minorticks_off()
     axes.axvline(1, color=INK, linewidth=0.8)
-    axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     return figure
@@ -196,21 +197,20 @@ def architecture() -> Figure:
 
 
 def growth() -> Figure:
-    """Costs against what makes them grow, a panel each, with the fitted exponents and those of the laws."""
-    report = next(iter(by_bench(load_reports(REPORTS, SECTIONS))["growth"].values()))
-    figure = Figure(figsize=(10, 8))
-    for axes, (axis, found) in zip(figure.subplots(2, 2).flat, report["measured"].items(), strict=True):
+    """Costs against what makes them grow, a panel each, with the fitted exponents and the expected ones."""
+    report = next(iter(by_bench(load_reports(REPORTS, BENCHES))["growth"].values()))
+    figure = Figure(figsize=(5, 9))  # phones show it at about this width
+    for axes, (axis, found) in zip(figure.subplots(4, 1), report["measured"].items(), strict=True):
         for (label, points, values), marker in zip(lines_of(found), "os^vD*PX<>", strict=False):
             axes.plot(points, values, marker=marker, markersize=4, linewidth=1, label=label)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xticks(found["points"], labels_of(axis, found))
         axes.minorticks_off()
-        axes.set_xlabel(axis, fontsize=9)
-        axes.set_ylabel("times the first value", fontsize=8)
-        axes.set_title("cost: exponent (law's)", fontsize=8, loc="left")
-        axes.legend(fontsize=7)
-        axes.tick_params(labelsize=7)
+        axes.set_ylabel("times the first", fontsize=9)
+        axes.set_title(f"{axis} (in the legend: exponent, expected)", fontsize=9, loc="left")
+        axes.legend(fontsize=9)
+        axes.tick_params(labelsize=9)
     figure.tight_layout()
     return figure
 

@@ -38,7 +38,7 @@ def shown(script: str, changed: str | None) -> str:
         return "\n".join(
             ["<!-- fragment: tests/docs/test_tutorial.py runs it -->", "```python", *_lines(script), "```", ""]
         )
-    difference = list(difflib.unified_diff(_lines(script), _lines(changed), n=1, lineterm=""))[3:]
+    difference = list(difflib.unified_diff(_lines(script), _lines(changed), n=0, lineterm=""))[3:]
     lines = ["..." if line.startswith("@@") else line for line in difference]
     return "\n".join(["<!-- fragment: a difference -->", "```diff", *lines, "```", ""])
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/local_sgd.py
     torchrun --nproc-per-node 2 examples/local_sgd.py --diloco    # an outer optimizer applies the mean
 
-The last line compares the bytes with those of gradients that are averaged in every step.
+The last line compares the bytes with what averaging gradients in every step would send.
 """
 
 import argparse

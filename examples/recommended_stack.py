@@ -3,7 +3,7 @@
     python examples/recommended_stack.py                              # three ranks on this host, by pycomm.launch
     torchrun --nproc-per-node 3 examples/recommended_stack.py         # the same
     python examples/recommended_stack.py --without dgc float16        # without two ingredients
-    python examples/recommended_stack.py --plain                      # DistributedDataParallel and SGD, tuned alike
+    python examples/recommended_stack.py --plain                      # DistributedDataParallel and SGD, tuned equally
     python examples/recommended_stack.py --all                        # every ingredient left out in turn
 
 The ingredients, each of which can be left out:

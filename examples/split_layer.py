@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/split_layer.py --width 4096 --style rows
 
 Every rank computes with its own columns (or rows) of the weights. The script prints the memory of each rank's part, and
-the difference of output and gradients from those of the whole layer in one process.
+how far output and gradients differ from the whole layer in one process.
 """
 
 from __future__ import annotations

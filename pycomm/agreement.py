@@ -85,7 +85,7 @@ def exchanged(
 ) -> list[Any]:
     """Return ``select(outcome)`` of every rank, sent as JSON, if every rank succeeded. Collective.
 
-    Arguments and errors are those of :func:`agreed`.
+    Arguments and errors are as for :func:`agreed`.
     """
     value = outcome if isinstance(outcome, Exception) else attempt(lambda: select(outcome))
     if isinstance(value, CommError) and not words.shares_lost:
@@ -111,7 +111,7 @@ def results_in(messages: Sequence[bytes], what: str, words: Words = Words()) -> 
 
 
 def require_same(everyones: Sequence[Lines], what: str, words: Words = Words(), hint: str = "") -> None:
-    """Raise an error, with a ``hint``, if a rank's lines differ from rank 0's; it names the first one."""
+    """Raise an error, with a ``hint``, if a rank's lines differ from rank 0's; the error names the first difference."""
     for kind in dict.fromkeys(kind for lines in everyones for kind in lines):
         first = everyones[0].get(kind, ())
         for rank, lines in enumerate(everyones):
@@ -154,7 +154,7 @@ def rows_of_all(
 
 
 def prepared(prepare: Callable[[], T], refuse: Callable[[str], object]) -> T:
-    """Return the result of ``prepare``; if it raises, ``refuse`` the operation, which the other ranks call, first."""
+    """Return the result of ``prepare``; if it raises, first ``refuse`` the operation that the other ranks call."""
     try:
         return prepare()
     except Exception as error:  # torch raises anything

@@ -21,7 +21,7 @@ _LONGEST_SHOWN = 80  # characters
 def shown(value: object) -> str:
     """Return ``repr(value)`` if that is short, otherwise its type in words."""
     try:
-        text = "" if hasattr(type(value), "data_ptr") else repr(value)  # that of a freed tensor ends the process
+        text = "" if hasattr(type(value), "data_ptr") else repr(value)  # a freed tensor's repr ends the process
     except Exception:  # a foreign object may raise anything
         text = ""
     return text if 0 < len(text) <= _LONGEST_SHOWN and "\n" not in text else f"a {type(value).__name__}"
@@ -44,7 +44,7 @@ def number(name: str, value: Any) -> float:
 
 
 def environment_count(name: str) -> int:
-    """Return the number in the environment variable ``name``, which is set, and not negative. Raise ValueError else."""
+    """Return the number in the environment variable ``name``, which is set; raise ValueError if it is negative."""
     text = os.environ[name]
     if not (text.isascii() and text.isdecimal() and len(text) < _LONGEST_SHOWN):
         raise ValueError(
@@ -263,7 +263,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
 
 def public_names(names: Mapping[str, object], *modules: str) -> list[str]:
-    """Return the ``__all__`` of a package with these globals: what it imports, and of its modules the named ones.
+    """Return the ``__all__`` of a package with these globals: what it imports, but of modules only the named ones.
 
     Without it, ``import *`` would take all modules that were ever loaded, whose names users have for variables.
     """

@@ -42,7 +42,7 @@ def start(run: Callable[[], object], name: str, interrupt: Callable[[], object] 
             peers only, whose communicator is closed by then.
     """
     if _has_ended:
-        raise RuntimeError("the process ends: no thread is started any more")
+        raise RuntimeError("the process is exiting: no more threads are started")
 
     def whole() -> None:
         try:

@@ -262,13 +262,13 @@ def open_file(path: str | Path, *, own: bool = False) -> BinaryIO:
 def path_of(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` as a Path. Raise ValueError if it has a null byte; TypeError if it is none."""
     if "\0" in os.fspath(path):
-        raise ValueError(f"{os.fspath(path)!r} is no path: it has a null byte")
+        raise ValueError(f"{os.fspath(path)!r} is not a path: it has a null byte")
     return Path(path)
 
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Give the name of the file ``path`` to OSErrors without one. Raise ValueError if it is no :func:`path_of`."""
+    """Add the file name ``path`` to OSErrors without one. Raise ValueError if :func:`path_of` does."""
     path_of(path)
     try:
         yield

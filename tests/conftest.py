@@ -95,6 +95,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     selection.add_option(parser)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Three processes for two cores, as tests wait for half of their time; none for tests that are named."""
+    return min(8, max(2, 3 * len(os.sched_getaffinity(0)) // 2)) if selection.is_whole_part(config) else 0
+
+
 def pytest_report_header() -> str:
     return f"pycomm: {pycomm.__file__}"
 
@@ -104,6 +110,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.reportchars = "fE"  # tests skipped without a GPU would be hundreds of lines
         if "PYCOMM_TEST_EXAMPLES" not in os.environ:
             settings.load_profile("quick")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import nothing of what the quick part leaves out."""
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    return True if path in selection.LEFT_OUT and selection.part_of(config) == "quick" else None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -119,6 +131,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reports = terminalreporter.stats.get("skipped", [])
+    without_gpu = sum("GPU" in str(report.longrepr) for report in reports)
+    if without_gpu:
+        terminalreporter.write_line(f"{without_gpu} skipped tests require a GPU or its emulator (.ci/sanitize).")
     if selection.part_of(config) == "quick":
         terminalreporter.write_line(selection.ADVICE)
 

@@ -15,6 +15,7 @@ import pytest
 import pycomm
 from pycomm import schedule
 from tests.docs.pages import PAGES, ROOT, blocks_of
+from tests.docs.scripts import load
 
 DOCS = ROOT / "docs"
 GUIDE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
@@ -77,16 +78,89 @@ def test_every_algorithm_has_its_section(name: str) -> None:
     assert name == "native" or f"<!-- picture: {name}" in section
 
 
-def test_what_happens_names_tests_that_exist() -> None:
-    text = (DOCS / "what_happens.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| you do")]
-    assert len(rows) > 35
-    for row in rows:  # each under a headline that names the directory
-        directory = re.findall(r"test in `tests/?([\w/]*)`", text[: text.index(row)])[-1]
-        found = re.search(r"`([\w/]*test_\w+\.py)::(test_\w+)` \|$", row)
-        assert found is not None, row
-        file, name = found.groups()
-        assert f"\ndef {name}(" in (DOCS.parent / "tests" / directory / file).read_text(), row
+@pytest.fixture(scope="module")
+def behaviour() -> ModuleType:
+    return load("docs/behaviour.py")
+
+
+MARKED = """
+@pytest.mark.behaviour("Gradients", "`the gradient of ...`", "Attach again.")
+@pytest.mark.behaviour(
+    "Gradients",
+    "keep it",
+    "It stays, "
+    "as in torch.",
+)
+@pytest.mark.slow
+def test_a(): ...
+
+class TestB:
+    @pytest.mark.behaviour("Gradients", "keep it", "It stays, as in torch.")
+    def test_c(self): ...
+"""
+
+
+def test_the_tables_of_behaviour_are_those_of_the_tests(
+    behaviour: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert behaviour.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_behaviour_names_tests_that_exist(behaviour: ModuleType) -> None:
+    text = behaviour.PAGE.read_text(encoding="utf-8")
+    rows = [
+        row for part in re.findall(r"<!-- table: .+? -->\n(.*?)<!-- end -->", text, re.DOTALL) for row in rows_in(part)
+    ]
+    assert len(rows) > 100
+    for row in rows:
+        tests = row.rpartition(" | ")[2].removesuffix(" |").split(", ")
+        for test in tests:
+            found = re.fullmatch(r"`([\w/]*test_\w+\.py)::(?:\w+::)?(test_\w+)`", test)
+            assert found is not None, row
+            assert f"def {found[2]}(" in (ROOT / "tests" / found[1]).read_text(encoding="utf-8"), row
+
+
+def rows_in(table: str) -> list[str]:
+    return [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| you do")]
+
+
+def test_a_mark_without_its_row_is_stale_and_mended(
+    behaviour: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, folder = tmp_path / "behaviour.md", tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_x.py").write_text(MARKED)
+    page.write_text("# T\n<!-- table: Gradients -->\n<!-- end -->\nand\n")
+    monkeypatch.setattr(behaviour, "PAGE", page)
+    monkeypatch.setattr(behaviour, "TESTS", folder)
+    assert behaviour.main(["--check"]) == 1
+    assert capsys.readouterr().err == "behaviour.md is stale; run: python docs/behaviour.py\n"
+    assert behaviour.main([]) == 0
+    assert behaviour.main(["--check"]) == 0
+    assert rows_in(page.read_text()) == [
+        "| `the gradient of ...` | Attach again. | `test_x.py::test_a` |",
+        "| keep it | It stays, as in torch. | `test_x.py::test_a`, `test_x.py::TestB::test_c` |",
+    ]
+    assert page.read_text().endswith("|\n<!-- end -->\nand\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wrong"),
+    [
+        ('"Gradients", "`', '"Gradient", "`', "'Gradient' is no section of behaviour.md, which has .'Gradients'."),
+        ('"Gradients"', '"Steps"', "'Steps' is no section of behaviour.md"),
+        ("MARK", "", "no test is marked with the section 'Gradients'"),
+        (', "Attach again."', "", "wants three texts: section, situation, outcome"),
+        ('"Attach again."', "again()", "wants three texts"),
+        ("Attach again.", "a | b", "'a | b' does not fit a cell of a table"),
+        ('"It stays, as in torch."', '"It goes."', "say different things of 'keep it'"),
+    ],
+)
+def test_marks_that_are_wrong(behaviour: ModuleType, tmp_path: Path, old: str, new: str, wrong: str) -> None:
+    (tmp_path / "test_x.py").write_text("" if old == "MARK" else MARKED.replace(old, new))
+    page = "<!-- table: Gradients -->\n<!-- end -->\n"
+    with pytest.raises(ValueError, match=wrong):
+        behaviour.render(page, behaviour.proofs_in(tmp_path))
 
 
 def test_traps_of_process_groups_name_tests_that_exist() -> None:

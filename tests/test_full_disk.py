@@ -101,7 +101,7 @@ def test_a_null_byte_in_a_path_is_an_error_on_all_ranks(tmp_path: Path) -> None:
         lambda path: pycomm.load(path, reducer),
         lambda path: Averaging(reducer).save(path),
     ):
-        with pytest.raises(ValueError, match=r"is no path: it has a null byte"):
+        with pytest.raises(ValueError, match=r"is not a path: it has a null byte"):
             call(bad if dist.get_rank() == 1 else good)
         call(good)
     reducer.detach()

@@ -28,6 +28,11 @@ NO_COLLECTIVES = ("spoil", "number")
 """Arguments of functions in the tables that are not arguments of the call."""
 
 
+@pytest.mark.behaviour(
+    "Starting and launching",
+    "pass a wrong argument, tensor or object to a collective call on one rank",
+    "Error everywhere at once; the next call works.",
+)
 @pytest.mark.parametrize("name", CALLS)
 @on_ranks(2, timeout=60)
 def test_a_wrong_argument_on_one_rank(name: str) -> None:

@@ -127,7 +127,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         untrusted.open_output(tmp_path)
     with pytest.raises((ValueError, OSError), match="directory|folder"):
         untrusted.open_file(tmp_path)
-    with pytest.raises(ValueError, match=r"'a\\x00b' is no path"):
+    with pytest.raises(ValueError, match=r"'a\\x00b' is not a path"):
         untrusted.open_file("a\0b")
     with pytest.raises(OSError, match="/proc/self/mem"):
         untrusted.read_file("/proc/self/mem", most=5)

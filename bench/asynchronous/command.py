@@ -82,7 +82,7 @@ def _measure_rates(ranks: WorkerGroup) -> dict[str, Any]:
         undisturbed, disturbed = sum(alike[:-1]) / len(alike[:-1]), sum(slow[:-1]) / len(slow[:-1])
         rows.append([mode, f"{undisturbed:.1f}", f"{disturbed:.1f}", f"{100 * disturbed / undisturbed:.1f} %"])
         figures[mode] = {"undisturbed": undisturbed, "disturbed": disturbed}
-    print_table(["mode", "all alike", "one slow", "of that"], rows)
+    print_table(["mode", "none slow", "one slow", "ratio"], rows)
     return figures
 
 

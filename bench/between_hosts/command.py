@@ -57,7 +57,7 @@ _MOST_HOSTS = 16  # that the floor can verify exactly
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was found for arrays of one size.
+    """Results for arrays of one size.
 
     Attributes:
         calls: of each turn.
@@ -93,7 +93,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Cell:
-    """All that was found with one number of hosts on one kind of link.
+    """Results with one number of hosts on one kind of link.
 
     Attributes:
         transport: that pycomm had chosen.

@@ -21,7 +21,7 @@ _SLACK = {"descriptors": 6, "mappings": 6, "threads": 4, "bytes": 24 << 20}
 
 @dataclass(frozen=True)
 class Case:
-    """Sort of a group."""
+    """Kind of group."""
 
     method: str
     ranks: int
@@ -33,7 +33,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What came of one fault.
+    """Result of one fault.
 
     Attributes:
         went_on: seconds until the slowest of the ranks that are left had ended the next step.
@@ -70,7 +70,7 @@ class Result:
 
 @dataclass
 class Totals:
-    """What came of all groups: steps, and what their longest-lived ranks hold more than at first."""
+    """Totals over all groups: steps, and how much more their longest-lived ranks hold than at the start."""
 
     committed: int = 0
     attempted: int = 0
@@ -92,7 +92,7 @@ def plan(count: int, seed: int) -> list[tuple[str, str]]:
 def run_all(
     cases: Sequence[Case], faults: Sequence[tuple[str, str]], seed: int, report: Callable[[Result], None]
 ) -> Totals:
-    """Let ``faults`` happen, an equal part of them to each of ``cases``; ``report`` each."""
+    """Inject ``faults``, an equal share into each of ``cases``; ``report`` each."""
     totals, queue = Totals(), list(enumerate(faults))
     share = -(-len(faults) // len(cases))
     before = _shared_files()
@@ -184,7 +184,7 @@ def _strike(group: Group, result: Result, chooser: random.Random, witness: Membe
 
 
 def go_on(group: Group, before: list[Member], fault: tuple[float, int], result: Result) -> None:
-    """Wait until those of ``before`` that are left have gone on after a fault; note how long that took.
+    """Wait until the surviving members of ``before`` continue after a fault; note how long that took.
 
     Args:
         fault: when it happened, and in which step.
@@ -238,7 +238,7 @@ def _has_arrived(newcomer: Member) -> bool:
 
 
 def settle(group: Group, size: int, what: str) -> None:
-    """Wait until all ranks know one world of ``size`` ranks, and have made some steps in it."""
+    """Wait until all ranks agree on a world of ``size`` ranks, and have taken some steps in it."""
 
     def are_few() -> bool:
         return len(group.members) < size
@@ -264,7 +264,7 @@ def settle(group: Group, size: int, what: str) -> None:
 
 
 def check(group: Group, result: Result) -> None:
-    """Note which ranks hold more than at first."""
+    """Note which ranks hold more than at the start."""
     for member in group.members:
         for what, slack in _SLACK.items():
             more = member.vitals[what] - member.base[what]
@@ -273,6 +273,6 @@ def check(group: Group, result: Result) -> None:
 
 
 def cases_of(methods: Sequence[str], ranks: Sequence[int], hosts: str) -> list[Case]:
-    """Return all sorts of groups, the sizes in turns within the methods."""
+    """Return all kinds of groups: for each method, the sizes in turns."""
     assert set(methods) <= set(METHODS)
     return [Case(method, count, "ab" if hosts == "two" else "") for method in methods for count in ranks]

@@ -15,7 +15,7 @@ memory that all ranks share.
 
 --every: steps a second where a rank is killed each so many steps on average and another one is started in its place,
 beside the same without deaths. Steps sleep, so that cores are no resource. --averaging: likewise, 32 ranks that train
-by themselves and average their parameters each 50 steps, through 60 deaths. --seeds: the loss after 20 deaths, beside
+alone and average their parameters every 50 steps, through 60 deaths. --seeds: the loss after 20 deaths, beside
 the spread of the seeds without. --residuals: a simulation in one process of what it is worth to keep the residuals of
 ranks that die, and what that takes. --cuts: the link is cut between two hosts made of network namespaces (root), the
 store on the first one's side.

@@ -1,4 +1,4 @@
-"""Faults: what can befall a rank, and where in its training."""
+"""Faults: what can happen to a rank, and where in its training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STOPPED = {"stop": 0.1, "long stop": 2.0}
 
 
 class HookError(ValueError):
-    """What a hook of the user's raises."""
+    """Error that a user's hook raises."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def shut_sockets() -> None:
 
 
 def exhaust_memory() -> None:
-    """Let this process have no more memory than it has, and want more at once."""
+    """Limit this process to the memory that it has, and allocate more at once."""
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -123,12 +123,12 @@ class Trap:
         self._fault = fault
 
     def layer(self, place: str, count: int) -> int | None:
-        """Return which of ``count`` layers the fault is to happen in, if it is to in ``place``."""
+        """Return in which of ``count`` layers the fault is to happen, if its place is ``place``."""
         fault = self._fault
         return self._layer % count if fault is not None and fault.place == place else None
 
     def pass_by(self, place: str) -> None:
-        """Let the fault happen if it is here; one of the first moments of "recovery" and "join", of which some are."""
+        """Let the fault happen if ``place`` is its place; at one of the first calls in a place that is passed often."""
         fault = self._fault
         if fault is None or fault.place != place:
             return

@@ -25,7 +25,7 @@ _PRELOAD = ("bench.chaos.ranks", "pycomm.training.cost.auto", "pycomm.training.r
 
 
 class HangError(RuntimeError):
-    """What was waited for did not happen in time."""
+    """An awaited event did not happen in time."""
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ class Group:
         return self.start(replace(lost.setup, rank=-1))
 
     def strike(self, member: Member, fault: Fault) -> None:
-        """Let ``fault`` befall ``member``."""
+        """Inject ``fault`` into ``member``."""
         member.happened = None
         self._kinds[id(member)] = fault.kind
         member.order("fault", fault)
@@ -165,7 +165,7 @@ class Group:
             self._listen(0.02)
 
     def rank_of(self, number: int) -> Member:
-        """Return the rank that pycomm calls so."""
+        """Return the member that is rank ``number`` in pycomm."""
         return next(member for member in self.members if member.number == number)
 
     def _listen(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Ranks of ``bench.chaos``: they train, tell of every step, and let happen to them what they are ordered."""
+"""Ranks of ``bench.chaos``: they train, report every step, and carry out the faults that they are ordered."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ METHODS: dict[str, Compression | None] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank must know.
+    """Settings of a rank.
 
     Attributes:
         rank: its place among the first ranks; -1 for a newcomer.
@@ -51,7 +51,7 @@ class Setup:
         host: letter of the host that it says it is on; empty for none.
         namespace: of the network that it really is in; empty for this process's.
         pause: seconds of a step in which it does nothing.
-        local_steps: steps that it makes by itself before each average of parameters; 0: gradients are averaged.
+        local_steps: steps that it takes alone before each average of parameters; 0: gradients are averaged.
         seed: of the model and its samples.
         timeout: of pycomm's operations.
     """
@@ -69,7 +69,7 @@ class Setup:
 
 
 class Steps:
-    """Number of the present step, which newcomers get from those that are there."""
+    """Number of the current step, which newcomers get from present ranks."""
 
     number = 0
 
@@ -95,7 +95,7 @@ def batch(number: int, step: int, seed: int = 0, count: int = 8) -> tuple[torch.
 
 
 def vitals() -> dict[str, int]:
-    """Return what this process holds of what could leak."""
+    """Return how much this process holds of everything that could leak."""
     with open("/proc/self/maps") as file:
         maps = sum("memfd:pycomm" in line for line in file)
     with open("/proc/self/statm") as file:
@@ -105,7 +105,7 @@ def vitals() -> dict[str, int]:
 
 
 def serve(_: int, pipe: Pipe, setup: Setup) -> None:
-    """Be a rank, until ordered to end."""
+    """Run as a rank until ordered to end."""
     faulthandler.register(signal.SIGUSR1)
     logging.getLogger("pycomm").setLevel(logging.ERROR)
     lock = threading.Lock()
@@ -130,7 +130,7 @@ def serve(_: int, pipe: Pipe, setup: Setup) -> None:
 
 
 def enter_namespace(name: str) -> None:
-    """Let this thread, and what it starts, use the network namespace ``name``, or that of the path ``name``."""
+    """Let this thread, and what it starts, use the network namespace called ``name``, or at the path ``name``."""
     with open(name if name.startswith("/") else f"/run/netns/{name}") as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), _CLONE_NEWNET) != 0:
@@ -239,7 +239,7 @@ class Trainee:
 
 
 class Averager(Trainee):
-    """Rank that trains by itself most of the time.
+    """Rank that trains alone most of the time.
 
     Its gradients are how far its own steps have taken it from the parameters that all ranks had: a step of SGD with
     rate 1 by their average makes the parameters the average of the ranks' own.

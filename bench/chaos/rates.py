@@ -20,7 +20,7 @@ _WARM_UP = 5  # steps
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
         seconds: that it took, without its beginning.

@@ -11,7 +11,7 @@ before (all elements) and after every block (a sample). K and M are 2^10 and 2^2
 
 pycomm has two lines: "empty" for memory from Communicator.empty, "tensor" for an ordinary tensor; and
 one for each of ``--algorithms``, schedules that the executor runs (PYCOMM_NETWORK says what "auto" goes by).
-The rivals are all that can take part, or those of ``--peers``:
+The rivals are all that can take part, or the ones that ``--peers`` names:
 
 gloo: torch.distributed over Gloo, which comes with torch, and sends through sockets.
 gloo_shm: the same through shared memory, where this torch has that.
@@ -74,7 +74,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was found with ``size`` ranks.
+    """Results with ``size`` ranks.
 
     Attributes:
         calls: bytes of the array -> label of the line -> seconds per call.

@@ -2,7 +2,7 @@
 
     python -m bench.collectives.nccl_tests all_reduce -b 1K -e 1M -f 4 --peers gloo,mpich,openmpi --busy 1
 
-Options, output and exit codes are those of ``pycomm bench``. ``--backend`` and ``--peers`` also take "mpich" and
+Options, output and exit codes are as in ``pycomm bench``. ``--backend`` and ``--peers`` also take "mpich" and
 "openmpi" (extra ``[bench]``), whose ranks MPI starts. ``--busy N`` has N processes compute beside it, as DataLoader
 workers or another job would, at the niceness ``--nice``.
 """

@@ -2,7 +2,7 @@
 
 Only what a rank's own library needs is loaded by it, but for torch, which comes with the package.
 
-The numbers are those of ``pycomm.tools.cli.bench.rank``: ranks differ in every element, and all sums over the
+The numbers are the same as in ``pycomm.tools.cli.bench.rank``: ranks differ in every element, and all sums over the
 P ranks are exact in float32. Summing in place again and again multiplies by P each time, which stays
 exact where P is a power of two; each block of calls starts afresh, before it could overflow.
 """

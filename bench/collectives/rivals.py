@@ -71,7 +71,7 @@ def find_gloo_shared_memory() -> None:
 
 
 def build_deepspeed() -> None:
-    """Have DeepSpeed build its operation where it keeps such ones; ranks then only load it.
+    """Have DeepSpeed build its operation in its own cache, so that ranks only load it.
 
     Raises:
         UnavailableError: DeepSpeed is not installed, cannot build the operation, or the processor cannot run it.

@@ -40,7 +40,7 @@ _BLOCKS = 3
 
 @dataclass(frozen=True)
 class Measured:
-    """All that was found with ``size`` ranks, by variant.
+    """Results with ``size`` ranks, by variant.
 
     Attributes:
         creation: seconds, of the slowest rank. calls: bytes of the array -> seconds per call.

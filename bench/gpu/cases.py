@@ -1,4 +1,4 @@
-"""Kernels that ``bench.gpu`` measures, at which sizes, and what their figures are held against."""
+"""Kernels that ``bench.gpu`` measures, at which sizes, and what their figures are compared with."""
 
 from __future__ import annotations
 

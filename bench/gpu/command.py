@@ -1,10 +1,10 @@
-"""First contact with a GPU, and everything about one: two commands, alone or both in one, under ten minutes.
+"""Check and measurement of one GPU: two commands, which run alone or together, in less than ten minutes.
 
     python -m bench.gpu check [--output FILE] [--folder DIR] [--skip-build] [--commit ID] [--rehearse]
     python -m bench.gpu measure [the same, and --rounds N]
     python -m bench.gpu check measure [the same]
 
-`check` builds the checkout for this GPU, runs all tests that want one, and those of top-k,
+`check` builds the checkout for this GPU, runs all tests that require a GPU, and the tests of top-k,
 sparsify, entries, norms and accumulate under compute-sanitizer's memcheck, racecheck, synccheck and
 initcheck. `measure` builds, then measures bandwidth, kernels, NCCL and attach: every line is verified
 before it is timed, takes turns with torch's and with a copy, and has its target beside it. Both in
@@ -12,7 +12,7 @@ one call build once and write one report; `check` then leaves half of the time t
 `python -m bench.gpu.report` prints what either has written.
 
 The report is one JSON file, by default bench/results/gpu_<device>.json (or gpu_check_<device>.json).
-It is written anew after every line, so that a run that is cut off leaves what it had. Each step has a
+It is rewritten after every line, so that a run that is cut off leaves what it had. Each step has a
 limit; what fails, or does not fit, is in the report. With --folder the build is kept there, and the
 next command builds only what has changed.
 

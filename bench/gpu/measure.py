@@ -125,7 +125,7 @@ class Measurement:
             self.report[key] = []
 
     def run(self) -> None:
-        """Run every phase; what one raises is noted, and the next begins."""
+        """Run every phase; if one raises an error, note it and begin the next."""
         self._guarded("environment", self._environment)
         wanted = self._arguments.phases.split(",")
         share = min(1.0, self._arguments.seconds / sum(_PHASES.values()))
@@ -328,7 +328,7 @@ def case_row(plan: Plan, samples: dict[str, Samples], copy_bytes_per_second: flo
 def attach_row(way: str, without: str, turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """Return a line of the report on steps with ``way``.
 
-    ``ratio`` is that of two turns of one round; ``overhead`` its median, less 1; ``active`` whether pycomm did
+    ``ratio`` compares two turns of one round; ``overhead`` is its median, less 1; ``active`` whether pycomm did
     anything. ``peak_bytes`` is the least that a turn was content with: what is left of other ways is not counted.
     """
     ratio = Samples.of(turn[way]["seconds"] / turn[without]["seconds"] for turn in turns)

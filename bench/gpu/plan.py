@@ -57,9 +57,9 @@ class Step:
 
     Attributes:
         seconds: its limit.
-        variables: what its environment has besides this process's.
+        variables: variables of its environment in addition to this process's.
         read: returns its part of the report, as far as it is written.
-        told: exit statuses, besides 0, that the report's part explains.
+        told: exit statuses, in addition to 0, that the report's part explains.
     """
 
     name: str
@@ -113,7 +113,7 @@ def tests(out: Path) -> Step:
 
 
 def smoke(out: Path) -> Step:
-    """Describe the run of what scripts use besides attach, and of delays on all streams."""
+    """Describe the run of what scripts use in addition to attach, and of delays on all streams."""
     return Step(
         "smoke", _pytest(list(SMOKE)), _SMOKE_SECONDS, {VARIABLE: str(out)}, partial(_named, "smoke", out), (1,)
     )

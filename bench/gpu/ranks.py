@@ -178,7 +178,7 @@ class AttachRank:
         self._module = module
 
     def _prepare(self, way: str) -> None:
-        """Bring a way to where its steps are all alike, and capture one, if that is what is launched."""
+        """Step a way until all of its steps do the same work; capture one if captured steps are what is launched."""
         self._synchronise(way)
         if not self._captured:
             for _ in range(_WARM_UP_STEPS):

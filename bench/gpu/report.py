@@ -61,7 +61,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """Print all that a report of ``bench.gpu`` holds, as far as it came."""
+    """Print all that a report of ``bench.gpu`` holds, even if that is unfinished."""
     _print_environment(report["environment"])
     _print_tests("tests", report["tests"])
     for row in report.get("runs", []):

@@ -1,4 +1,4 @@
-"""Run of ``bench.gpu``: takes the steps, and writes the report whenever it knows more."""
+"""Run of ``bench.gpu``: runs the steps, and writes the report whenever it has learned more."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Run:
         self._write()  # before anything else: a file that cannot be written is known at once
 
     def everything(self, build: bool, commit: str | None, rounds: int) -> None:
-        """Take all steps of a check, a measurement, or both; without a build, only those that pycomm has no part in."""
+        """Run all steps of a check, a measurement, or both; without a build, only those that pycomm has no part in."""
         self.report["environment"] = commit_of(ROOT, commit)
         built = self._built(build, architecture_here())
         if "check" in self._what and built:
@@ -70,7 +70,7 @@ class Run:
                 self._take(step)
 
     def rehearse(self, build: bool, commit: str | None, rounds: int) -> None:
-        """Take the steps that need no GPU, and print the others."""
+        """Run the steps that need no GPU, and print the others."""
         self.report["environment"] = commit_of(ROOT, commit)
         scratch = self._scratch
         if self._built(build, "90"):

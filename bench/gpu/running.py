@@ -21,7 +21,7 @@ _KEPT_OUTPUT = 6000  # characters of what a command that failed has said
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: exit status, whether by itself, and the end of what it said on both streams."""
+    """How a command ended: exit status, whether it ended on its own, and its last output on both streams."""
 
     status: int
     in_time: bool

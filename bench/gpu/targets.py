@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """Limit that ``row[figure]`` is wanted to reach, from above or below; ``text`` is how it is printed."""
+    """Limit that ``row[figure]`` should reach, from above or below; ``text`` is how it is printed."""
 
     figure: str
     text: str

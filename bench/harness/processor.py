@@ -20,7 +20,7 @@ def describe_processor(root: Path = Path("/"), cores: Collection[int] | None = N
 
     Args:
         root: folder in which ``proc`` and ``sys`` are.
-        cores: numbers of the cores that may be used; by default, those of this process.
+        cores: numbers of the cores that may be used; by default, the cores of this process.
 
     Returns:
         "label", a short name for people; "architecture"; of /proc/cpuinfo, what says which model it is, under the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,13 @@ def headline() -> str:
     from pycomm.tools.cli.bench import measure
 
     return measure.headline(describe_processor()["label"])
+
+
+def headline_of(found: Mapping[str, Any]) -> str:
+    """Return that line for the environment of a report."""
+    ours = f"pycomm {found['pycomm']['version']} ({found['pycomm']['simd']})"
+    machine = f"{found['processor']['label']}, {found['cores']} cores"
+    return f"{ours}, torch {found['torch']}, Python {found['python']}, {machine}"
 
 
 def write_json(path: Path | None, bench: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""``python -m bench.kernels``: the CPU kernels against torch, of cases that are those of the GPU's bench, too.
+"""``python -m bench.kernels``: the CPU kernels against torch, in the same cases as the GPU's bench.
 
 ``.host`` measures the host's work of a step.
 """

@@ -112,7 +112,7 @@ class Case:
     Attributes:
         floor_bytes: bytes that have to move, whoever does it, each once.
         make: makes the calls, on any device.
-        floor: speed that the floor is taken from: that of a copy (bytes read + bytes written), or of reading alone.
+        floor: speed that the floor is computed from: of a copy (bytes read + bytes written), or of reading alone.
         num_arrays: how many :class:`Arrays` are enough, however many calls take turns; ``None``: one for each.
     """
 

@@ -6,7 +6,7 @@ Every line: the median time of a kernel over the rounds with its 10th and 90th p
 for the same, and how many times faster pycomm is; and the floor, the time that the bytes which have
 to move take at the speed measured in the same run, with our time over it. That speed is a copy's
 (bytes read plus bytes written; the faster of numpy's and torch's, plain stores: a kernel that writes
-past the caches can go below 1) or, where next to nothing is written, that of reading alone (the
+past the caches can go below 1) or, where next to nothing is written, the speed of reading alone (the
 faster of torch's sum and pycomm's absmax).
 """
 

@@ -5,7 +5,7 @@
 Every optimizer of pycomm's takes turns with torch's own, ``fused=True`` and ``foreach=True``; the
 ratios are of medians. LARS and LAMB, which torch lacks, stand beside Adam. With a scaler, a step
 includes looking for infinities in the gradients. All are verified first: after steps from the same
-weights with the same gradients, pycomm's parameters are torch's, or those of plain operations.
+weights with the same gradients, pycomm's parameters are equal to torch's, or to the results of plain operations.
 """
 
 from __future__ import annotations

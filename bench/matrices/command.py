@@ -5,8 +5,8 @@
 One thread per rank. All ways live in the same processes and have turns. Each steps hidden matrices by torch's Muon, and
 the rest by AdamW: under ``attach``, and under DistributedDataParallel over Gloo, both whole on each rank; with
 ``shard="optimizer"``; and under DistributedDataParallel with the matrices dealt to the ranks, which send them to one
-another by an all-gather after the step. A figure is that of the slowest rank. Where there are fewer cores than ranks,
-processor seconds of a rank's step say more than its time. "state" is that of the optimizers, on the rank that has most.
+another by an all-gather after the step. Each figure is the slowest rank's. Where there are fewer cores than ranks,
+processor seconds of a rank's step say more than its time. "state" is the optimizers' state, on the rank that has most.
 
 After four steps from equal parameters all ways must have the same ones, up to the rounding of bfloat16, on all ranks,
 before anything is timed.

@@ -111,7 +111,7 @@ class MatricesRank:
             if not torch.equal(mine, first):
                 raise AssertionError(f"{way}: the ranks' parameters differ")
             if float((mine - wanted).norm() / wanted.norm()) > 0.01:
-                raise AssertionError(f"{way}: the parameters are not those of {TORCH}")
+                raise AssertionError(f"{way}: the parameters are not the same as with {TORCH}")
 
     def turn(self, way: str, count: int) -> list[dict[str, float]]:
         """Return seconds of each of ``count`` iterations: "whole", its "step" alone, and the step's processor "cpu"."""

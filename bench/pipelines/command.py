@@ -52,7 +52,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _simulated(name: str, arguments: argparse.Namespace, seconds: dict[str, float]) -> tuple[float, float]:
-    """Return the seconds of a step, and those of its work on one rank."""
+    """Return the seconds of a step, and the seconds of its work on one rank."""
     table = tables.by_name(name, arguments.ranks, arguments.microbatches)
     both = seconds["backward"] + seconds["weights"]
     work = (seconds["forward"] + both) * arguments.microbatches * table.num_stages / arguments.ranks

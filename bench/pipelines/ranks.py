@@ -61,7 +61,7 @@ class PipelineRank:
         self._x = torch.arange(4.0 * microbatches * width, dtype=torch.float64).reshape(-1, width)
 
     def make(self, name: str) -> None:
-        """Make the pipeline ``name``, and verify its gradients: each stage's is that of the mean of squares."""
+        """Make the pipeline ``name``, and verify that each stage's gradient is the gradient of the mean of squares."""
         table = tables.by_name(name, dist.get_world_size(), self._microbatches)
         stages = [SleepingStage(self._seconds, self._width) for _ in range(table.num_stages)]
         made = Pipeline(stages, self._group, table, loss=lambda y, _: y.square().mean())

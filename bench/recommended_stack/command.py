@@ -1,4 +1,4 @@
-"""The recommended stack on slow links: what each ingredient buys, and which of them do not get on.
+"""The recommended stack on slow links: what each ingredient buys, and which of them do not combine well.
 
     python -m bench.recommended_stack [--links 0.1,1] [--seeds 3] [--epochs 8] [--json FILE] [--from FILE]
 
@@ -6,10 +6,10 @@ Trains examples/recommended_stack.py: the stack, what is left of it without one 
 pairs, and DistributedDataParallel with SGD. First every one of them gets the same search for a learning rate, over
 --rates, by the loss on validation samples (on this host, as what is learnt does not depend on links). Then each trains
 at its rate, with --seeds seeds, on three hosts made of network namespaces with a link of so many Gbit/s each
-(bench.slow_network.namespaces; Linux, root). Seconds are those of the training loop, on the slowest rank; bytes are
+(bench.slow_network.namespaces; Linux, root). Seconds are spent in the training loop, on the slowest rank; bytes are
 what the interface of a host has counted, a mean over the hosts. All ranks' parameters are compared afterwards.
 
-Where namespaces cannot be made, or with --simulate, seconds on links are simulated: those of ranks on one host, and
+Where namespaces cannot be made, or with --simulate, seconds on links are simulated: the time of ranks on one host, and
 what an all-reduce of the bytes that were handed to the transport takes on the link. The report says so.
 
 --from FILE takes the search from an earlier report, with --what search or --what links one part is done alone.

@@ -62,7 +62,7 @@ def _validation_loss(recipe: Any, rate: float, seed: int, epochs: int, data: Map
 
 
 def measure(chosen: Mapping[str, float], seeds: int, epochs: int, on_links: bool) -> list[dict[str, Any]]:
-    """Train every recipe at its chosen rate, with every seed, in turns; return what came of it. Collective.
+    """Train every recipe at its chosen rate, with every seed, in turns; return the results. Collective.
 
     Args:
         chosen: rates by the names of recipes.

@@ -1,1 +1,1 @@
-"""Steps that the ranks of a host take together, beside steps that each takes by itself."""
+"""Steps that the ranks of a host take together, beside steps that each rank takes alone."""

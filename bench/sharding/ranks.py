@@ -104,7 +104,7 @@ class ShardingRank:
                 # Adam's first step has the sign of the gradient, which rounding turns where ranks' gradients cancel.
                 close = torch.isclose(got, want, 1e-5, 1e-6).float().mean() > 0.999
                 if not (close if way == ZERO else torch.equal(got, want)):
-                    raise AssertionError(f"{way}: the parameters are not those of {WHOLE}")
+                    raise AssertionError(f"{way}: the parameters are not the same as with {WHOLE}")
             first = torch.cat([p.detach().view(-1) for p in model.parameters()])
             mine = first.clone()
             dist.broadcast(first, src=0)

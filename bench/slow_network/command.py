@@ -15,6 +15,7 @@ acknowledgements, though a segment that the device is given in one piece counts 
 --what loss: every method trains for --steps steps, from the same parameters on the same text in the same order,
 with as many ranks as --hosts has at most. Validation does not count as training time.
 --what all: both.
+--what page: neither; --docs DIR writes the page of the figures that --from FILE has.
 
 What a method learns in a step does not depend on the link. So losses are measured once, on unlimited links,
 and seconds to a loss are "combined": steps of that run times the step time measured on the link. DGC
@@ -39,7 +40,7 @@ from typing import Any
 
 from bench.harness.arguments import plain_parser, positive
 from bench.harness.ranks import KEEP_MEMORY
-from bench.harness.results import headline, write_json
+from bench.harness.results import environment, headline, headline_of, write_json
 from bench.slow_network.figures import Curve, Failure, Figures, Link, Rate, hosts_name, link_name
 from bench.slow_network.methods import (
     COMPUTE,
@@ -64,6 +65,8 @@ _FRAGILE = (DDP_POWERSGD,)  # seen to end the process; the others are measured w
 
 def main(words: Sequence[str] | None = None) -> int:
     arguments = _parse(words)
+    if arguments.what == "page":
+        return _write_page(arguments)
     reason = available()
     if reason is not None:
         print(f"no network namespaces here: {reason}", file=sys.stderr)
@@ -93,9 +96,18 @@ def main(words: Sequence[str] | None = None) -> int:
     print_report(figures, settings)
     write_json(arguments.out, "slow_network", settings, figures.as_json())
     if arguments.docs is not None:
-        write_docs(arguments.docs, figures, settings, headline())
+        write_docs(arguments.docs, figures, settings, headline_of(environment()))
     failed = any(failure.method not in _FRAGILE for failure in figures.failures)
     return 1 if failed or figures.unequal() else 0
+
+
+def _write_page(arguments: argparse.Namespace) -> int:
+    if arguments.earlier is None or arguments.docs is None:
+        print("--what page wants --from FILE and --docs DIR", file=sys.stderr)
+        return 1
+    found = json.loads(arguments.earlier.read_text())
+    write_docs(arguments.docs, Figures.from_json(found), found["settings"], headline_of(found["environment"]))
+    return 0
 
 
 def _begin(arguments: argparse.Namespace, words: str) -> tuple[dict[str, Any], Figures]:
@@ -191,7 +203,12 @@ def _run(arguments: argparse.Namespace, what: str, layout: _Layout, link: Link, 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = plain_parser("bench.slow_network", __doc__)
     add = parser.add_argument
-    add("--what", choices=("rate", "loss", "all"), default="all", help="step times, losses, or both (default)")
+    add(
+        "--what",
+        choices=("rate", "loss", "all", "page"),
+        default="all",
+        help="step times, losses, both (default), or neither",
+    )
     add("--hosts", type=_list_of(_layout), default="2,4,2x2", help="hosts, or hosts x ranks (default 2,4,2x2)")
     add("--links", type=_list_of(_link), default="0.1,1,0", help="Gbit/s; 0: unlimited (default 0.1,1,0)")
     add("--methods", type=_list_of(_method), default=",".join(METHODS), help=f"of {', '.join(METHODS)} (default all)")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from bench.slow_network.figures import (
     target_loss,
     targets,
 )
-from bench.slow_network.methods import COMPUTE, DDP, METHODS, label_of
+from bench.slow_network.methods import COMPUTE, CONTROL, DDP, METHODS, label_of
 from pycomm.tools.cli.table import print_table
 
 Table = tuple[list[str], list[list[str]]]
@@ -31,6 +33,7 @@ Table = tuple[list[str], list[list[str]]]
 _CHOICES = "buckets_"  # how such counters of Reducer.stats() begin
 
 PAGE, PLOT = "slow_network.md", "slow_network.png"
+_WIDTH = 120
 
 
 def print_report(figures: Figures, settings: Mapping[str, Any]) -> None:
@@ -146,98 +149,161 @@ def _target_words(figures: Figures, hosts: int, settings: Mapping[str, Any]) -> 
 
 # The page.
 
+_COLUMNS: tuple[tuple[int, int, Link], ...] = (
+    (4, 1, 0.1),
+    (4, 1, 1.0),
+    (4, 1, None),
+    (2, 1, 1.0),
+    (8, 1, 1.0),
+    (2, 2, 1.0),
+)
+"""Hosts, ranks of each and link of what the page shows."""
+
 
 def write_docs(folder: Path, figures: Figures, settings: Mapping[str, Any], headline: str) -> None:
     """Write ``PAGE`` and, if anything was trained, ``PLOT``."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [_INTRODUCTION, _findings(figures), _measured(figures, settings, headline), *_rate_sections(figures)]
-    for hosts in _trained_hosts(figures):
-        parts.append(f"## Losses, {hosts} hosts, {_num_steps(figures, hosts)} steps\n")
-        parts.append(_sentence(_target_words(figures, hosts, settings)))
-        parts.append(_markdown(loss_table(figures, hosts, settings["target_fraction"])))
+    parts = [_INTRODUCTION]
     if figures.curves and figures.rates:
         save_plot(figures, folder / PLOT)
         parts.append(f"![Validation loss against combined seconds of training, one panel per link]({PLOT})\n")
-    (folder / PAGE).write_text("\n".join(parts), encoding="utf-8")
+    parts.append(_findings(figures))
+    for hosts in _trained_hosts(figures):
+        parts.append(f"## Losses, {hosts} hosts, {_num_steps(figures, hosts)} steps\n")
+        parts.append(_LOSSES.format(target=_target_words(figures, hosts, settings).partition(";")[0]))
+        parts.append(_markdown(loss_table(figures, hosts, settings["target_fraction"])))
+    parts.append(_measured(figures, settings, headline))
+    (folder / PAGE).write_text(_wrapped("\n".join(parts)), encoding="utf-8")
     print(f"{folder / PAGE} written")
 
 
 _INTRODUCTION = """# Training over slow links
 
-<!-- Written by python -m bench.slow_network --docs docs: changes here are lost. -->
+Choose a compression method for your link, by what it gains in step time and costs in loss.
 
-How much faster is a training step with compressed gradients, and what does compression cost in loss? A language model
-was trained on hosts whose links have 100 Mbit/s, 1 Gbit/s, or no limit.
+<!-- Written by python -m bench.slow_network --what page --docs docs: changes here are lost. -->
 """
+
+_CONCLUSIONS = (
+    "- DGC (for SGD) takes the fastest steps of all methods but the control; its final loss is higher. To the target "
+    "loss on 100 Mbit/s, PowerSGD is ahead, because DGC sends more while it warms up.\n"
+    "- Int4, Int8 and FP8 train as well as dense gradients here, and gain on 1 Gbit/s. Without a limit, only DGC gains "
+    "clearly.\n"
+    "- Dense gradients are as fast as with DDP, and faster if hosts have several ranks: pycomm reduces within each "
+    "host first.\n"
+    '- `compression="auto"` (last choice in brackets) works with any optimizer. It is not always the fastest method.\n'
+    "- TopK without error feedback is a control: it shows what dropped gradients cost in loss.\n"
+)
+
+_LOSSES = (
+    "A method learns the same on every link, so each was trained once; {target}. Seconds are **combined**: steps to "
+    "the target times the step time on the link, and the link's time for additional bytes of the warm-up.\n"
+)
 
 
 def _measured(figures: Figures, settings: Mapping[str, Any], headline: str) -> str:
-    commands = "\n".join(f"    {command}" for command in settings["commands"])
-    return f"""## How it was measured
+    lines = [
+        "## How it was measured\n",
+        f"On {headline}, as root on Linux, by these commands. `bench/results/slow_network.json` has all links and "
+        "methods, with each step's time.\n",
+        *(f"    {_alone(command)}" for command in settings["commands"]),
+        "",
+        "- **Hosts** are network namespaces with one rank of one thread, unless the column says otherwise. They share "
+        "the machine's cores and memory. A token bucket limits each full-duplex link.",
+        f"- **Model**: the byte-level GPT of `pycomm demo`, {figures.parameters / 1e6:.2f} M parameters; "
+        f"{settings['batch']} x {settings['context']} bytes per rank and step. SGD, learning rate {settings['lr']:g} "
+        f"(ramp, then half a cosine), momentum {settings['momentum']:g}, which DGC applies itself.",
+        f"- **Step times** are medians after {settings['warm_up']} steps of warm-up, on the slowest rank. All methods "
+        'take turns in the same processes. "No communication" is the same step without averaging.',
+        "- **Bytes on the wire** are counted by the hosts' network interfaces. **Losses** are validation losses in "
+        "nats per byte.",
+        f"- The ranks' parameters were compared after every run: {_equality(figures)}.\n",
+    ]
+    return "\n".join(lines)
 
-On {headline}, as root on Linux, by these commands:
 
-{commands}
-
-- **Hosts** are network namespaces. Each has a full-duplex link, limited by a token bucket, and one rank of one thread
-  unless the table says otherwise. They share the machine's cores and memory: only the links are slow.
-- **Model**: the byte-level GPT of `pycomm demo`, {figures.parameters / 1e6:.2f} M parameters, on the standard library's
-  source; {settings["batch"]} x {settings["context"]} bytes per rank and step. SGD, learning rate {settings["lr"]:g} \
-(ramp, then half a cosine), momentum
-  {settings["momentum"]:g} for every method; DGC applies it itself.
-- **Step times** are medians after {settings["warm_up"]} steps of warm-up. The slowest rank's time counts. All methods
-  run in the same processes and take turns. "No communication" is the same step without averaging.
-- **Bytes on the wire** are counted by the hosts' network interfaces.
-- **Losses** are measured on the same validation text, outside of the training time. A method learns the same whatever
-  the link, so each was trained once, on unlimited links. "auto" chooses by the link, so it was trained on each.
-- **Seconds to a loss are combined**: number of steps in the training run times step time on the link. Where a method
-  sends more while it warms up, the link's time for those bytes is added.
-- The ranks' parameters were compared after every run: {_equality(figures)}.
-"""
+def _alone(command: str) -> str:
+    """Return a command without the options that make it add to the figures of earlier ones."""
+    return re.sub(r" --(?:from|out|docs) \S+", "", command)
 
 
 def _equality(figures: Figures) -> str:
-    return "; ".join(differences(figures)) or "equal to the bit in all of them"
+    return "; ".join(differences(figures)) or "they were equal to the bit in all of them"
 
 
 def _findings(figures: Figures) -> str:
-    """Show how many times DDP's rate each method has; then what failed, and the targets."""
-    lines = ["## Results\n", "Steps per second, relative to DDP on the same hosts and link. Below 1 is slower.\n"]
-    lines.append(_markdown(_ratio_table(figures)))
+    """Show the steps of each method, and how many times DDP's rate that is; then what failed, and missed goals."""
+    columns = [cell for cell in _COLUMNS if cell in figures.cells()] or figures.cells()
+    lines = [
+        "## Step times\n",
+        "In brackets: the step rate relative to DDP on the same hosts and link; below 1 is slower. "
+        f"{_ddp_speed(figures)}\n",
+        _markdown(_step_table(figures, columns)),
+    ]
     for failure in figures.failures:
         last = failure.error.strip().splitlines()[-1]
         where = f"{failure.what}, {hosts_name(failure.hosts, failure.per_host)}, {link_name(failure.link)}"
         lines.append(f"- Not measured: {label_of(failure.method)} ({where}) failed: `{last}`")
-    goals = "The project set itself goals before it measured:\n"
-    return "\n".join([*lines, goals, _markdown(target_table(targets(figures)))])
+    return "\n".join([*lines, _CONCLUSIONS, _goals(targets(figures))])
 
 
-def _ratio_table(figures: Figures) -> Table:
-    """Return the rate of each method relative to DDP's, with a column for each kind of host and link."""
-    found = {(r.method, r.hosts, r.per_host, r.link): r.step_seconds for r in figures.rates}
-    cells = [cell for cell in figures.cells() if figures.rate(cell[0], cell[2], DDP, cell[1]) is not None]
+def _step_table(figures: Figures, columns: Sequence[tuple[int, int, Link]]) -> Table:
+    """Return a column for each kind of host and link, and the bytes on the wire of the first."""
     rows = []
-    for name in METHODS:
-        if name == DDP or all((name, *cell) not in found for cell in cells):
-            continue
-        ratios = [
-            times(found[(DDP, *cell)] / found[(name, *cell)]) if (name, *cell) in found else "-" for cell in cells
-        ]
-        rows.append([label_of(name), *ratios])
-    header = [f"{hosts_name(hosts, per_host)}, {link_name(link)}" for hosts, per_host, link in cells]
-    return ["method", *header], rows
+    for name in [COMPUTE, *METHODS]:
+        found = [figures.rate(hosts, link, name, per_host) for hosts, per_host, link in columns]
+        if any(found):
+            cells = [_step_cell(figures, rate) for rate in found]
+            sent = next(rate for rate in found if rate is not None)
+            rows.append([label_of(name), *cells, _wire_cell(sent)])
+    heads = [f"{hosts_name(hosts, per_host)}, {link_name(link)}" for hosts, per_host, link in columns]
+    return ["", *heads, f"sent per host and step, {hosts_name(*columns[0][:2])}"], rows
 
 
-def _rate_sections(figures: Figures) -> list[str]:
-    return [
-        f"## Step times, {hosts_name(hosts, per_host)}, {link_name(link)}\n\n"
-        + _markdown(rate_table(figures, hosts, per_host, link))
-        for hosts, per_host, link in figures.cells()
+def _step_cell(figures: Figures, rate: Rate | None) -> str:
+    if rate is None:
+        return "-"
+    ddp = figures.rate(rate.hosts, rate.link, DDP, rate.per_host)
+    if ddp is None or rate.method in (DDP, COMPUTE):
+        return duration(rate.step_seconds) + _choice(rate)
+    return f"{duration(rate.step_seconds)} ({times(ddp.step_seconds / rate.step_seconds)}){_choice(rate)}"
+
+
+def _ddp_speed(figures: Figures) -> str:
+    """Say how fast links without a limit are, by what DDP sends."""
+    speeds = [
+        f"{8e-9 * rate.wire_bytes / rate.step_seconds:.1f} Gbit/s ({hosts_name(rate.hosts, rate.per_host)})"
+        for rate in figures.rates
+        if (rate.method, rate.link) == (DDP, None)
     ]
+    return f"Without a limit, DDP sends {', '.join(speeds)}." if speeds else ""
 
 
-def _sentence(words: str) -> str:
-    return f"{words[0].upper()}{words[1:]}.\n"
+def _goals(rows: Sequence[Target]) -> str:
+    """Say how many goals were reached, and which were not."""
+    missed = [
+        f"{row.what} is {row.measured:.3f}{row.unit}, "
+        f"goal at {'least' if row.at_least else 'most'} {row.wanted:.2f}{row.unit}"
+        for row in rows
+        if row.reached is False
+    ]
+    counted = sum(row.reached is not None for row in rows)
+    text = f"Of {counted} goals set before measuring, {counted - len(missed)} were reached."
+    return f"{text} Not reached: {'; '.join(missed)}.\n" if missed else f"{text}\n"
+
+
+def _wrapped(page: str) -> str:
+    """Return the page with lines of prose and of lists that are not longer than in the others."""
+    lines = []
+    for line in page.split("\n"):
+        if len(line) <= _WIDTH or line.startswith(("|", "    ", "<!--", "!", "#")):
+            lines.append(line)
+        else:
+            indent = "  " if line.startswith("- ") else ""
+            lines += textwrap.wrap(
+                line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+    return "\n".join(lines)
 
 
 def _markdown(table: Table) -> str:
@@ -255,18 +321,25 @@ def save_plot(figures: Figures, path: Path) -> None:
 
     hosts = _trained_hosts(figures)[-1]
     links = figures.links(hosts)
-    figure = Figure(figsize=(4.6 * max(1, len(links)), 4.4), dpi=100, layout="constrained")
+    rows = max(1, len(links))
+    figure = Figure(figsize=(5, 1.2 + 1.7 * rows), dpi=120, layout="constrained")  # phones show it at about this width
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, max(1, len(links)), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(rows, 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    drawn: dict[str, Any] = {}
     for axes, link in zip(panels, links, strict=False):
         for name, points in _lines(figures, hosts, link).items():
-            color, style = f"C{list(METHODS).index(name)}", ":" if name.startswith(DDP) else "-"
-            axes.plot(*zip(*points, strict=True), label=label_of(name), color=color, linestyle=style, linewidth=1.4)
-        axes.set(title=f"{hosts} hosts, {link_name(link)}", xlabel="seconds of training (combined)", xscale="log")
+            color = "black" if name == CONTROL else f"C{list(METHODS).index(name)}"  # after ten, colors begin again
+            style = ":" if name.startswith(DDP) else "-"
+            (drawn[label_of(name)],) = axes.plot(
+                *zip(*points, strict=True), color=color, linestyle=style, linewidth=1.4
+            )
+        axes.set(xscale="log")
+        axes.set_title(f"{hosts} hosts, {link_name(link)}", fontsize=10)
         axes.xaxis.set_minor_formatter(NullFormatter())  # or the labels of short axes lie on each other
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("validation loss, nats per byte")
-    panels[-1].legend(fontsize="small")
+    panels[-1].set_xlabel("seconds of training (combined)")
+    figure.supylabel("validation loss, nats per byte", fontsize=10)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=2, fontsize=9)
     figure.savefig(path, format="png")
 
 

@@ -4,7 +4,7 @@
 
 One group of processes per backend, each with the same model, split by ``pycomm.parallel.split(model, mesh, "auto")``,
 one thread per rank; they have turns of a few steps, while the others wait without a core. A step (forward, backward,
-AdamW) takes as long as its slowest rank's. Loss and gradients are compared in float64 with those of the whole model
+AdamW) takes as long as its slowest rank's. Loss and gradients are compared in float64 with the whole model's
 before anything is timed, and the two models' losses after.
 """
 

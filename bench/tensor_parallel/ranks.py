@@ -44,7 +44,7 @@ class SplitRank:
         return parallel.split(model, self._mesh, "auto") if split else model
 
     def verify(self) -> int:
-        """Check in float64 that loss and gradients are those of the whole model, and that they went over the backend.
+        """Check in float64 that loss and gradients equal the whole model's, and that data went over the backend.
 
         Returns:
             Number of parameters that are split.

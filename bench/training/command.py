@@ -8,7 +8,7 @@ DistributedDataParallel over Gloo, and pycomm, also with steps that the ranks ta
 (shard="optimizer"). All ways live side by side in the same processes,
 start from the same parameters, see the same data, and have turns of a few steps. Freed memory is kept for all of them
 (docs/performance.md), so DDP gains by that too. A barrier after
-backward, with no data, shows what meeting costs by itself: ranks wait for the later one, and then step
+backward, with no data, shows what meeting alone costs: ranks wait for the later one, and then step
 at the same time. With --busy, so many other processes compute meanwhile. A step's figure is its slowest
 rank's. "exposed" is the median beyond that without communication; "host" is the processor's time of the
 thread that trains, which many small parameters take (--widths 64,64,64,...); "waiting" is what
@@ -23,7 +23,7 @@ part that a tiny model has as well: control pages, mailboxes, staging.
 Gradients are verified before anything is timed, and replicas compared after.
 
 With --small instead: step times of models with 160, 1,000 and 5,000 small parameters, without communication, under DDP
-and with attach. With --methods: those of 12 layers of 2,048 x 2,048 with each method of compression, a few at a time
+and with attach. With --methods: steps of 12 layers of 2,048 x 2,048 with each method of compression, a few at a time
 beside dense gradients, as all would not fit in memory; "x dense" is a ratio of two medians of the same run.
 """
 

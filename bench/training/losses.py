@@ -1,4 +1,4 @@
-"""Loss of each method that ``compression="auto"`` may choose, as a multiple of that of dense gradients.
+"""Loss of each method that ``compression="auto"`` may choose, as a multiple of the loss with dense gradients.
 
     python -m bench.training.losses [--steps 200] [--json FILE]
 
@@ -32,7 +32,7 @@ OPTIMIZERS = ("AdamW", "SGD")
 
 
 def methods(optimizer: str, steps: int) -> dict[str, Any]:
-    """Return the methods that are trained with ``optimizer``: those of auto, and others that it leaves out."""
+    """Return the methods that are trained with ``optimizer``: auto's candidates, and others that auto leaves out."""
     found: dict[str, Any] = {**Auto().methods(), "powersgd(4)": pycomm.PowerSGD(4), "topk(1%)": pycomm.TopK(0.01)}
     if optimizer == "SGD":
         found["dgc"] = Auto(momentum=MOMENTUM, warmup_steps=steps // 4).methods()["dgc"]

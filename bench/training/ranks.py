@@ -85,7 +85,7 @@ class Replica:
         self.synchronise(way)
 
     def synchronise(self, way: str) -> None:
-        """Average in this way from now on; the way before is undone."""
+        """Switch to averaging in this way, and undo the previous way."""
         if isinstance(self.reducer, pycomm.Reducer):
             self.reducer.detach()
         elif self.reducer is not None:
@@ -212,7 +212,7 @@ class StepRank:
 
 
 class OverheadRank:
-    """Rank that attaches to its optimizer and detaches again: what being attached costs by itself."""
+    """Rank that attaches to its optimizer and detaches again, to measure the cost of being attached alone."""
 
     def __init__(self, port: int, widths: list[int], batch: int) -> None:
         self.rank, _ = join_group(port)
@@ -253,7 +253,7 @@ class MemoryRank:
     def measure(self, way: str) -> dict[str, int]:
         """Return bytes of memory that is this rank's (shared memory counts where it was made).
 
-        ``fixed``, what the way takes with a tiny model; ``added``, with this one; ``gradients``, those of this one.
+        ``fixed``, what the way takes with a tiny model; ``added``, with this one; ``gradients``, this one's gradients.
         """
         self._growth(way, _TINY)  # imports, threads, pools: there once, whatever is synchronised
         fixed, _ = self._growth(way, _TINY)

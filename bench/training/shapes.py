@@ -64,7 +64,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, int]:
 def _steps(
     widths: Sequence[int], ways: Sequence[str], steps: int, arguments: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Return the seconds of each step by way, those of the slowest rank."""
+    """Return the seconds of each step on its slowest rank, by way."""
     found: dict[str, list[float]] = {way: [] for way in ways}
     worker = "bench.training.ranks:StepRank"
     with rendezvous() as port:

@@ -1,4 +1,4 @@
-// Signals, which are for the threads of the program, not for those of this library.
+// Signals, which are for the threads of the program, not for the threads of this library.
 #pragma once
 
 #include <pthread.h>

@@ -90,7 +90,7 @@ class DeviceCall {
     DeviceCall& operator=(const DeviceCall&) = delete;
 
     Stream stream() const { return stream_; }
-    // At least `num_bytes`: those of `scratch` or, if that is null, memory that lives as long as this object. Throws
+    // At least `num_bytes`: in `scratch` or, if that is null, in memory that lives as long as this object. Throws
     // DeviceError if it had to allocate while the stream is captured.
     cuda::Workspace& workspace(Scratch* scratch, int64_t num_bytes);
     // With PYCOMM_SYNC=1, waits for the kernels and reports what went wrong in them.

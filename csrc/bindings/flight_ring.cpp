@@ -26,7 +26,7 @@ namespace py = pybind11;
 
 namespace {
 
-// What is known of this thread's operations besides their arguments. Callers that set it restore the old values.
+// What is known of this thread's operations beyond their arguments. Callers that set it restore the old values.
 struct Mark {
     PyObject* label = nullptr;     // what they are about
     PyObject* line = nullptr;      // line of the script that submitted the present job

@@ -118,7 +118,7 @@ py::list addresses_of(const py::list& tensors) {
     return addresses;
 }
 
-// Shapes, dtypes and devices of tensors at first.
+// Initial shapes, dtypes and devices of tensors.
 class FirstKinds {
    public:
     explicit FirstKinds(py::list tensors) : tensors_(std::move(tensors)) {

@@ -1,4 +1,4 @@
-// What only groups of several hosts have of which some have several ranks: their two groups, and sums over a host.
+// For groups over several hosts, some with several ranks, only: their two groups, and sums over a host.
 #include <pybind11/stl.h>
 
 #include "base/error.h"

@@ -74,7 +74,7 @@ void add_remainder(Arguments& arguments, const Array& remainder, const Array& x)
 // Excuses the parts that already lie at their places in the flat array, with its type.
 void excuse_in_place(Arguments& arguments, const std::vector<Array>& parts, const Array& flat);
 
-// Pointers to the elements of arrays that must all look alike.
+// Pointers to the elements of arrays that must all have the same dtype and count.
 template <class T>
 std::vector<const T*> pointers_of(const std::vector<Array>& arrays, const std::string& name, DType dtype, int64_t count,
                                   const char* of_what) {

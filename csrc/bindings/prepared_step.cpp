@@ -43,7 +43,7 @@ void PreparedStep::take_mirrors(const std::vector<py::object>& mirrors) {
             const Array& array = each.arrays()[j];
             require_host(array, "mirrors");
             require_same(array.buffer, each.name_of_one(j), Buffer{nullptr, array.buffer.count, mirrored[j].dtype},
-                         "the array that goes with it");
+                         "the array that it mirrors");
             shared_.push_back(array);
         }
         job.mirrors.push_back(each.buffers());
@@ -205,7 +205,7 @@ bool PreparedGroup::remember(py::handle params, py::handle state, py::handle mas
         }
         slots_.push_back(slot);
     }
-    // Gradients are not checked: those of the first step may have any layout.
+    // Gradients are not checked: in the first step they may have any layout.
     bool recognised = true;
     for (size_t i = 0; i < slots_.size() && recognised; ++i) {
         PyObject* param = PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i));

@@ -46,7 +46,7 @@ Quantization quantization_of(py::handle config) {
             element};
 }
 
-// Arrays that quantize and requantize share; each as the kernels want it.
+// Arrays that quantize and requantize share; each as the kernels expect it.
 class Coding {
    public:
     Coding(const Quantization& config, int64_t count, py::handle to_scales, py::handle to_codes,
@@ -113,9 +113,8 @@ struct CodedParts {
             const int64_t begin = as_integer(part[0], name + "[0]"), end = as_integer(part[1], name + "[1]");
             if (begin == end) continue;
             if (begin < last || end < begin || end > acc.count) {
-                throw ArgumentError(
-                    format("%s is from %lld to %lld, wanted elements of acc, after those of other parts", name.c_str(),
-                           static_cast<long long>(begin), static_cast<long long>(end)));
+                throw ArgumentError(format("%s is from %lld to %lld, wanted elements of acc, after the parts before it",
+                                           name.c_str(), static_cast<long long>(begin), static_cast<long long>(end)));
             }
             last = end;
             codings.emplace_back(config, end - begin, part[3], part[4], part[2]);
@@ -155,7 +154,7 @@ void accumulate_quantized_arrays(py::handle grads, const py::dict& terms, py::ha
         });
 }
 
-// What several ranks sent, as the kernels want it.
+// What several ranks sent, as the kernels expect it.
 struct Contributions {
     std::vector<Array> scales, codes;
     std::vector<const float*> from_scales;

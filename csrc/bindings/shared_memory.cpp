@@ -1,4 +1,4 @@
-// What only groups of one host have: memory that their ranks share.
+// For groups on one host only: memory that their ranks share.
 #include <pybind11/stl.h>
 
 #include "base/error.h"

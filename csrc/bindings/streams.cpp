@@ -1,4 +1,4 @@
-// Streams and events for the Python side of communication. Streams of others come as integers: cudaStream_t.
+// Streams and events for the Python side of communication. Other libraries' streams are integers: cudaStream_t.
 #include <pybind11/stl.h>
 
 #include <cstdint>

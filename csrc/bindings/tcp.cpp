@@ -1,4 +1,4 @@
-// What only groups of several hosts have: their connections.
+// For groups over several hosts only: their connections.
 #include <pybind11/stl.h>
 
 #include "base/error.h"

@@ -1,4 +1,4 @@
-# Sets `out` to the CUDA architectures to compile for: those of this machine's GPUs. A GPU that is newer than the compiler
+# Sets `out` to the CUDA architectures of this machine's GPUs, to compile for. A GPU that is newer than the compiler
 # gets PTX. Without a GPU it is PTX for Turing, which the driver of that or any newer GPU compiles at its first use, and
 # machine code of the same PTX for A100 and H100, where that would take 12 s in every process: see pycomm_code_of.
 function(pycomm_architectures out compiler)

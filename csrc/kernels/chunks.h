@@ -1,7 +1,7 @@
 // pack_chunks, unpack_chunks: the k largest elements of every chunk, with a few bits for each position and value.
 //
 // A chunk is `size` consecutive elements, a power of two; the last may be shorter, and has min(k, its size) entries.
-// Selection is that of topk.h: by magnitude, ties to the lowest index, every NaN above inf. A chunk of n elements takes
+// Selection is as in topk.h: by magnitude, ties to the lowest index, every NaN above inf. A chunk of n elements takes
 // ChunkLayout(config, n).words 32-bit words, whatever they hold, bits counted from the least significant:
 //   word 0: two magnitudes `low` and `high`, each the upper half of a float: low in bits 0-15, high in bits 16-31
 //   from bit 32 on: bit (index >> layout.low) + m is set for entry m, counted by ascending index (Elias 1974)

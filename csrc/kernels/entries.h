@@ -101,7 +101,7 @@ struct Outcome {
     int64_t* last_sources = nullptr;  // for each rank: becomes the verdict's sources if the step is not finite; or null
 };
 
-// Writes kUsed or kNotFinite as every parameter's code: the caller changes those of unused ones. If the indices do not
+// Writes kUsed or kNotFinite as every parameter's code: the caller changes it for unused ones. If the indices do not
 // ascend, throws ArgumentError; only the message is written then.
 void pack_entries(const EntryLayout& layout, const Taken& taken, char* message);
 // ArgumentError where pack_entries cannot have made the words. indices: `count` for each rank. In range: at most
@@ -123,7 +123,7 @@ void pack_entries(const EntryLayout& layout, const Taken& taken, char* message, 
 int64_t unpack_entries_workspace_bytes(const EntryLayout& layout, int num_ranks);
 void unpack_entries(const EntryLayout& layout, const char* messages, int num_ranks, Scale factor, double most,
                     int32_t* indices, char* verdict, Workspace& workspace, Stream stream);
-// outcome.finite lies on the device; `verdict` is that of unpack_entries.
+// outcome.finite lies on the device; `verdict` was written by unpack_entries.
 void add_entries(const EntryLayout& layout, const char* messages, int num_ranks, const int32_t* indices, Scale factor,
                  const Outcome& outcome, const char* verdict, Stream stream);
 

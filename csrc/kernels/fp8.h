@@ -21,7 +21,7 @@ PYCOMM_EVERYWHERE constexpr Fp8 fp8_of(CodeType element) {
     return element == CodeType::kE4M3 ? Fp8{3, -6, 8, 448.0f} : Fp8{2, -14, 15, 57344.0f};
 }
 
-// Of the bits of a block's largest magnitude those of its scale: the smallest power of two that brings it to the
+// The bits of a block's scale, given the bits of its largest magnitude: the smallest power of two that brings it to the
 // format's largest number or below. Zero for a scale below 2^-100. Inf and NaN stay, and what is above 1.75 * 2^127 is
 // inf: rounding could make it 2^128.
 PYCOMM_EVERYWHERE uint32_t fp8_scale(uint32_t norm, int most) {

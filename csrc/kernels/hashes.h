@@ -7,8 +7,8 @@
 //
 // The arrays may be of any types, in any mixture. Sums of whole numbers depend on no order, so every instruction set,
 // number of threads and device gives the same bits, and so does an array that lies elsewhere. Equal elements have equal
-// bits, with the exceptions of 0 and -0, and of NaN. Elements of 4 bytes take little longer than reading them; those of
-// 1 or 2 bytes are bound by the products. An output overlaps no other array of the call.
+// bits, with the exceptions of 0 and -0, and of NaN. Elements of 4 bytes take little longer than reading them;
+// elements of 1 or 2 bytes are bound by the products. An output overlaps no other array of the call.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Arguments of kernels on a GPU besides arrays: factors and scratch memory.
+// Arguments of kernels on a GPU other than arrays: factors and scratch memory.
 //
 // Launchers take a stream, allocate nothing and never wait for the device. Callers size scratch memory with
 // <kernel>_workspace_bytes() and pass it in. A launch that fails throws DeviceError; what a kernel finds wrong while it

@@ -1,6 +1,6 @@
 // Arithmetic of one element of a parameter in a step of an optimizer, on every device; see step.h.
 //
-// Every product, quotient and root is rounded by itself, so that all devices give the same bits. `Ops` defines
+// Every product, quotient and root is rounded separately, so that all devices give the same bits. `Ops` defines
 // the numbers: Ops::Value, with of(double) and add, sub, mul, div, root, maximum.
 #pragma once
 

@@ -1,7 +1,7 @@
 // sparsify: accumulate.h, then the k sums of largest magnitude of every gradient, exactly.
 //
-// indices are positions in acc, ascending, gradient by gradient; values[m] = acc[indices[m]]. The selection of each
-// gradient is that of topk.h from its part of acc. counts[j] is the k of gradient j: 0 <= counts[j] <= its size; acc
+// indices are positions in acc, ascending, gradient by gradient; values[m] = acc[indices[m]]. Each gradient's entries
+// are selected from its part of acc as in topk.h. counts[j] is the k of gradient j: 0 <= counts[j] <= its size; acc
 // holds at most 2^31 - 1 elements.
 //
 // thresholds[j] is the smallest selected magnitude of an earlier similar step; a number that is not positive and finite

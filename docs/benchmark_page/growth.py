@@ -1,92 +1,117 @@
-"""The page on costs as work grows, and the section that leads to it."""
+"""The page on costs as work grows, and the lines of its picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmark_page.reports import Report, Reports, by_processor, heading
-from benchmark_page.tables import duration, megabytes, table
+from benchmark_page.reports import Report, Reports, fullest, origin
+from benchmark_page.tables import Row, duration, megabytes, table
 
 _AXES = {
-    "ranks": "Ranks on one host: 100 parameters, 1 MB of gradients in 4 buckets",
-    "parameters": "Parameters: 4 MB of gradients in 4 buckets, two ranks",
-    "bytes": "Bytes of gradients: 8 parameters in 4 buckets, two ranks",
-    "buckets": "Buckets: 16 MB of gradients of 64 parameters, two ranks",
+    "ranks": ("ranks on one host", "100 parameters, 1 MB of gradients in 4 buckets"),
+    "parameters": ("parameters", "4 MB of gradients in 4 buckets, two ranks"),
+    "bytes": ("gradients", "8 parameters in 4 buckets, two ranks"),
+    "buckets": ("buckets", "16 MB of gradients of 64 parameters, two ranks"),
 }
+"""What grows, and what stays the same then."""
+
 _COSTS = {
     "attach": "time of `attach`",
     "requests": "different requests to the store in `attach`",
     "descriptors": "file descriptors",
-    "left": "descriptors left after `detach`",
     "shared": "shared memory of a rank",
     "private": "other memory that `attach` adds",
-    "messages": "operations of the transport in a step",
-    "sent": "bytes sent in a step",
-    "host": "processor time of the training thread in a step",
-    "alone": "the same, before `attach`",
-    "seconds": "time, simulated",
+    "messages": "operations of the transport per step",
+    "sent": "bytes sent per step",
+    "host": "training thread's CPU time per step (without `attach`)",
 }
-_SECONDS, _BYTES = ("attach", "host", "alone", "seconds"), ("shared", "private", "sent")
+_ALONE = {"host": "alone"}
+"""What is shown beside a cost: the same before ``attach``."""
+_SECONDS, _BYTES = ("attach", "host", "alone"), ("shared", "private", "sent")
 _UNITS = {"bytes": {1 << 30: "GB", 1 << 20: "MB", 1 << 10: "KB"}}
 
 _PAGE = """# Costs as work grows
 
+Estimate what `attach` and a step cost with more ranks, parameters, bytes or buckets.
+
 <!-- Written by python docs/benchmarks.py from bench/results: changes here are lost. -->
 
-What do `attach` and a step cost with more ranks, more parameters, more bytes or more buckets? Each cost has a law. The
-bench fits the exponent by which the cost really grows.
+![Costs that grow with ranks, parameters, bytes and buckets, each divided by its first value](growth.svg)
 
-![Costs against ranks, parameters, bytes and buckets, each divided by its first value](growth.svg)
+- `attach` takes longer with more ranks (which share two cores here) and parameters. The first `attach` of a process
+  takes about 80 ms more, for imports.
+- Bytes sent and operations per step do not depend on the number of ranks or parameters.
+- A rank's shared memory grows with its gradients, not with the number of ranks.
 
-- An **exponent** of 1 means in proportion, 0 means that the cost stays the same. It is the slope, by least squares, of
-  the logarithm of what the cost grew by against the logarithm of what its cause grew by, both since the first point. A
-  fixed part, which nearly every cost has, does not count.
-- The exponent of the **law** is fitted in the same way to its formula, at the same points.
-- A test (`tests/bench/test_growth.py`) fails if an exponent of a count or of bytes is off its law. Times are only
-  shown, because all ranks share the cores of one small machine. The first attach of a process takes about 80 ms more,
-  in which it imports.
+An **exponent** of 1 means proportional growth, 0 no growth. A fixed part of a cost does not
+count. A test (`tests/bench/test_growth.py`) fails if the exponent of a count or of bytes is not
+the expected one. Times are not tested: all ranks share the cores of one small machine.
 """
 
 _SIMULATED = """## Simulated: all-reduce of 100 MB up to 4,096 ranks
 
-More ranks than one host can run are not measured. `pycomm.schedule` generates each algorithm's table, counts what the
-busiest rank sends, and prices it on the described network "ethernet-10g". P is the number of ranks.
+`pycomm.schedule` counts what the busiest rank sends, and prices it on the described network "ethernet-10g".
 [`pycomm plan ranks`](algorithms.md) does this for your network.
 """
 
 
-def growth(reports: Reports) -> str:
-    """Show where the reports are from, and where their figures stand."""
-    text = "[Costs as work grows](growth.md) has the figures, with their exponents and laws.\n"
-    return heading("Costs as work grows", reports, ("rounds",), module="bench.growth") + "\n" + text
-
-
 def page(reports: Reports) -> str:
-    """Return the page: tables of each cost against ranks, parameters, bytes and buckets."""
-    parts = [_PAGE]
-    for label, report in by_processor(reports).items():
-        suffix = f", {label}" if len(reports) > 1 else ""
-        measured: Mapping[str, Any] = report["measured"]
-        parts += [_section(f"{_AXES[axis]}{suffix}", axis, found) for axis, found in measured.items()]
-    parts.append(_SIMULATED)
-    first: Report = next(iter(reports.values()), {})
-    for name, found in (first.get("simulated") or {}).items():
-        parts.append(f"### {name}\n\n{_table('ranks', found)}")
-    return "\n".join(parts)
+    """Return the page: a table of the costs that grow, and one of simulated all-reduces."""
+    name = fullest(reports, lambda report: len(report["measured"]))
+    report = reports[name]
+    rows: list[Row] = [["", "cost", "from", "to", "exponent", "expected"]]
+    command = (
+        f"```sh\npython -m bench.growth --rounds {report['settings']['rounds']} --json bench/results/{name}\n```\n"
+    )
+    constant = "".join(
+        f"- {words[0].capitalize()}: {words[1]}\n" for axis, words in _AXES.items() if axis in report["measured"]
+    )
+    return "\n".join(
+        [
+            _PAGE,
+            command,
+            f"{origin(name, report)[:-1]} It has all points and costs.\n",
+            "## Costs that grow\n",
+            f"While these grow, the rest stays constant:\n\n{constant}",
+            table([*rows, *_rows(report)]),
+            _SIMULATED,
+            _simulated(report),
+        ]
+    )
 
 
-def _section(title: str, axis: str, found: Mapping[str, Any]) -> str:
-    return f"## {title}\n\n{_table(axis, found)}"
-
-
-def _table(axis: str, found: Mapping[str, Any]) -> str:
-    rows = [["", *labels_of(axis, found), "exponent", "law's", "law"]]
-    for name, words in _COSTS.items():
-        if name in found["costs"]:
+def _rows(report: Report) -> Iterator[Row]:
+    for axis, found in report["measured"].items():
+        first, *_, last = labels_of(axis, found)
+        for name in _growing(found):
             cost = found["costs"][name]
-            cells = [_cell(name, value) for value in cost["values"]]
-            rows.append([words, *cells, f"{cost['exponent']:.2f}", f"{cost['expected']:.2f}", cost["law"]])
+            ends = (_cell(name, cost["values"][end]) + _beside(found, name, end) for end in (0, -1))
+            what = (
+                f"{first} to {last} {_AXES[axis][0]}" if axis != "bytes" else f"{first} to {last} of {_AXES[axis][0]}"
+            )
+            yield [what, _COSTS[name], *ends, f"{cost['exponent']:.2f}", f"{cost['expected']:.2f}"]
+
+
+def _beside(found: Mapping[str, Any], name: str, end: int) -> str:
+    other = _ALONE.get(name)
+    return f" ({_cell(other, found['costs'][other]['values'][end])})" if other in found["costs"] else ""
+
+
+def _growing(found: Mapping[str, Any]) -> list[str]:
+    """Return the names of the costs that should grow."""
+    return [name for name in _COSTS if name in found["costs"] and found["costs"][name]["expected"] > 0]
+
+
+def _simulated(report: Report) -> str:
+    simulated: Mapping[str, Any] = report["simulated"] or {}
+    rows: list[Row] = []
+    for name, found in simulated.items():
+        heads = [f"{ranks:,} ranks" for ranks in found["points"]]
+        rows = rows or [["time (operations of a rank)", *heads]]
+        counts, seconds = (found["costs"][cost]["values"] for cost in ("messages", "seconds"))
+        cells = [f"{duration(each)} ({number:,.0f})" for each, number in zip(seconds, counts, strict=True)]
+        rows.append([f"`{name}`", *cells])
     return table(rows)
 
 
@@ -113,7 +138,8 @@ def _cell(name: str, value: float) -> str:
 def lines_of(found: Mapping[str, Any]) -> list[tuple[str, Sequence[int], list[float]]]:
     """Return a label, the points and the values, divided by the first one, of the costs to draw."""
     lines = []
-    for name, cost in found["costs"].items():
+    for name in _growing(found):
+        cost = found["costs"][name]
         values = cost["values"]
         if values[0] > 0 and name != "private":  # what the allocator keeps hides what little there is
             label = f"{name}: {cost['exponent']:.2f} ({cost['expected']:.2f})"

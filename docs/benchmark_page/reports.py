@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark_page.tables import count, size
+from benchmark_page.tables import count
 
 Report = Mapping[str, Any]
 Reports = Mapping[str, Report]
@@ -65,9 +65,14 @@ def by_processor(reports: Reports) -> dict[str, Report]:
     raise ValueError(f"{' and '.join(reports)} are of one bench, with the same settings and on one kind of processor")
 
 
-def several(reports: Reports) -> bool:
-    """Return whether the reports are of more than one kind of processor."""
-    return len({(label_of(report), _cores(report)) for report in reports.values()}) > 1
+def fullest(reports: Reports, amount: Callable[[Report], int]) -> str:
+    """Return the name of the report of the largest ``amount``: the first of equals.
+
+    Raises:
+        ValueError: two reports are of the same kind of processor.
+    """
+    by_processor(reports)
+    return max(reports, key=lambda name: amount(reports[name]))
 
 
 def _told_apart(report: Report) -> str:
@@ -79,22 +84,36 @@ def _cores(report: Report) -> str:
     return count(report["environment"].get("cores"), "core")
 
 
-def heading(title: str, reports: Reports, options: Sequence[str] = ("rounds",), module: str | None = None) -> str:
+def heading(
+    title: str,
+    reports: Reports,
+    options: Sequence[str] = ("rounds",),
+    module: str = "",
+    rivals: Sequence[str] = (),
+) -> str:
     """Return a section's title, the commands that made its reports, and where they ran.
 
     Args:
         title: of the section.
-        reports: all reports of a bench.
+        reports: those that the section shows.
         options: settings that the command is given; those that are 0 or missing are left out.
-        module: what to run; if ``None``, no command is shown.
+        module: what to run.
+        rivals: libraries whose versions are shown.
     """
-    lines = [f"## {title}\n"]
-    if module is not None:
-        commands = dict.fromkeys(_command(module, name, report, options) for name, report in reports.items())
-        lines.append("\n".join(["```sh", *commands, "```\n"]))
-    origins = [f"`bench/results/{name}`: {_machine(report)}; {_facts(report)}." for name, report in reports.items()]
-    lines.append(f"{origins[0]}\n" if len(origins) == 1 else "".join(f"- {origin}\n" for origin in origins))
-    return "\n".join(lines)
+    commands = dict.fromkeys(_command(module, name, report, options) for name, report in reports.items())
+    origins = [origin(name, report, rivals) for name, report in reports.items()]
+    shown = origins[0] if len(origins) == 1 else "".join(f"- {each}" for each in origins)
+    return "\n".join([f"## {title}\n", "\n".join(["```sh", *commands, "```\n"]), shown])
+
+
+def origin(name: str, report: Report, rivals: Sequence[str] = ()) -> str:
+    """Return where a report was made, and with which versions."""
+    found = report["environment"]
+    build = found.get("pycomm") or {}
+    versions = [f"{each} {found[key]}" for each in rivals if found.get(key := each.lower().replace(" ", ""))]
+    words = [f"pycomm {build.get('version')} ({build.get('simd')})", f"torch {found.get('torch')}", *versions]
+    date = f"; {report['date']}" if report.get("date") else ""
+    return f"`bench/results/{name}`: {label_of(report)}, {_cores(report)}; {', '.join(words)}{date}.\n"
 
 
 def _command(module: str, name: str, report: Report, options: Sequence[str]) -> str:
@@ -107,22 +126,3 @@ def _command(module: str, name: str, report: Report, options: Sequence[str]) -> 
     if not module.startswith("bench.gpu "):  # which names its report by itself
         words.append(f"--json bench/results/{name}")
     return " ".join(words)
-
-
-def _machine(report: Report) -> str:
-    processor = report["environment"].get("processor") or {}
-    levels = {"L2": processor.get("l2_bytes"), "L3": processor.get("l3_bytes")}
-    caches = [f"{level} {size(found)}" for level, found in levels.items() if found]
-    if caches and processor.get("share_last_cache") is not None:
-        caches[-1] += " in common" if processor["share_last_cache"] else " not in common"
-    return f"{label_of(report)}, {_cores(report)}" + (f" ({', '.join(caches)})" if caches else "")
-
-
-def _facts(report: Report) -> str:
-    found = report["environment"]
-    build = found.get("pycomm") or {}
-    names = ("torch", "NumPy", "MPICH", "Open MPI", "DeepSpeed")
-    versions = [f"{name} {version}" for name in names if (version := found.get(name.lower().replace(" ", "")))]
-    date = f"; {report['date']}" if report.get("date") else ""
-    own = f"pycomm {build.get('version')} ({build.get('simd')})"
-    return f"{', '.join([own, *versions])}, Python {found.get('python')}{date}"

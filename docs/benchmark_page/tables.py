@@ -1,9 +1,8 @@
-"""Tables of figures, with the columns of several processors side by side; figures as text."""
+"""Tables of figures; figures as text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 Row = Sequence[str]
@@ -11,50 +10,6 @@ Row = Sequence[str]
 MISSING = "-"
 KIB, MIB = 1 << 10, 1 << 20
 _TIMES = "\N{MULTIPLICATION SIGN}"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One processor's part of a table: the heads of its columns, and its cells by the name of their row."""
-
-    heads: Row
-    rows: Mapping[str, Row]
-
-
-def beside(corner: str, found: Mapping[str, Any], show: Callable[[Any], Part], labelled: bool) -> str:
-    """Return a table of what ``show`` makes of everything in ``found``; one that lacks a row of another has "-" there.
-
-    Args:
-        corner: what stands above the names of rows.
-        found: measurements by the label of their processor.
-        show: makes a part of each.
-        labelled: whether the labels are shown.
-    """
-    parts = {label: show(one) for label, one in found.items()}
-    heads = [_head(label, head, part, labelled) for label, part in parts.items() for head in part.heads]
-    rows: list[Row] = [[corner, *heads]]
-    for name in merged([list(part.rows) for part in parts.values()]):
-        cells = (part.rows.get(name, [MISSING] * len(part.heads)) for part in parts.values())
-        rows.append([name, *(cell for group in cells for cell in group)])
-    return table(rows)
-
-
-def _head(label: str, head: str, part: Part, labelled: bool) -> str:
-    if not labelled:
-        return head
-    return label if len(part.heads) == 1 else f"{label}<br>{head}"
-
-
-def merged(lists: Iterable[Sequence[str]]) -> list[str]:
-    """Return every name once, in an order that keeps each behind the one before it in the list that brought it."""
-    names: list[str] = []
-    for each in lists:
-        place = 0
-        for name in each:
-            if name not in names:
-                names.insert(place, name)
-            place = names.index(name) + 1
-    return names
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -67,11 +22,6 @@ def _lines(rows: Iterable[Row]) -> Iterator[str]:
         yield f"| {' | '.join(row)} |\n"
         if number == 0:
             yield f"| --- |{' ---: |' * (len(row) - 1)}\n"
-
-
-def on_each(found: Mapping[str, Any], show: Callable[[Any], str], labelled: bool) -> str:
-    """Return what ``show`` says of everything in ``found``, and on which processor, if ``labelled``."""
-    return "; ".join(f"{show(one)} on {label}" if labelled else show(one) for label, one in found.items())
 
 
 def size(count: int) -> str:
@@ -115,5 +65,5 @@ def count(number: Any, noun: str) -> str:
 def link(gbit: float | None) -> str:
     """Return the speed of a link; ``None`` is one without a limit."""
     if gbit is None:
-        return "as fast as it goes"
+        return "no limit"
     return f"{gbit:g} Gbit/s" if gbit >= 1 else f"{gbit * 1000:g} Mbit/s"

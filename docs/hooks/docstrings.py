@@ -4,7 +4,9 @@
 sources: the reference wants the function. A role becomes a link where its target has an entry in the reference, code
 elsewhere; the name of a page of the documentation becomes a link to it. A line of a section that does not begin an item
 continues the one before, however it is indented. The arguments of ``attach`` are shown in groups. Rows of Horovod's
-table of functions are shown as the functions that they are.
+table of functions are shown as the functions that they are. What Python makes public for the rest of pycomm, and users
+do not call, is not shown: :data:`HIDDEN`, members whose docstring begins with "Internal", and catch-alls of wrong
+arguments.
 """
 
 from __future__ import annotations
@@ -19,21 +21,25 @@ from typing import Any
 from griffe import (
     Alias,
     Attribute,
+    Class,
     Docstring,
     DocstringSectionKind,
     DocstringSectionParameters,
     ExprCall,
+    ExprKeyword,
+    ExprName,
     Extension,
     Function,
     Module,
     Object,
     Parameter,
+    ParameterKind,
     Parameters,
 )
 
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|data|exc):`~?([\w.]+)`")
 _ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
-_SECTION = re.compile(r"( *)(?:Args|Attributes|Raises):$")
+_SECTION = re.compile(r"( *)(Args|Attributes|Raises):$")
 _ITEM = re.compile(r"[\w*.]+(?:, [\w*.]+)*: ")
 _PAGE = re.compile(r"(?:``)?docs/(\w+)\.md(?:``)?")
 _DOCS = Path(__file__).resolve().parent.parent
@@ -49,6 +55,41 @@ GROUPS = {
     }
 }
 """Arguments of functions that have too many for one list: names by the title of their group."""
+
+HIDDEN = {
+    "collectives.communicator.Communicator": "move refuse",
+    "collectives.transport.gpu.GpuWork": "__init__ ends_within",
+    "compression.methods.dgc.DGC": "density",
+    "ddp.HookHandle": "__init__",
+    "ddp.HsdpHandle": "__init__",
+    "errors.CommError": "__init__ during",
+    "horovod.sync_batch_norm.SyncBatchNorm": "forward",
+    "integrations.averaging.Averaging": "__init__ optimizer carries_state",
+    "integrations.lightning.PycommFabricStrategy": "setup_module setup_optimizer save_checkpoint load_checkpoint",
+    "integrations.lightning.PycommStrategy": "configure_ddp setup block_backward_sync optimizer_step save_checkpoint "
+    "remove_checkpoint load_checkpoint load_optimizer_state_dict teardown",
+    "integrations.transformers.PycommCallback": "on_train_begin on_step_begin on_step_end on_save on_train_end",
+    "kernels.Moments": "fill",
+    "optim.LossScaler": "is_unscaled",
+    "optim.WarmupLR": "get_lr",
+    "optim.masters.MasterWeights": "__init__ masters unscale whole_steps",
+    "optim.pending_factor.FactorStep": "__init__",
+    "parallel.Branches": "forward extra_repr",
+    "parallel.Experts": "forward extra_repr",
+    "schedule.Network": "with_hosts_of",
+    "tools.launching.serving.RankError": "__init__",
+    "tools.monitoring.Monitor": "__init__",
+    "training.asynchronous.fragment.Nesterov": "step optimizer",
+    "training.asynchronous.gossip.Gossip": "__init__",
+    "training.asynchronous.local_averager.LocalAverager": "__init__ share_state",
+    "training.asynchronous.parameter_server.ParameterServer": "__init__",
+    "training.checkpoint.PendingSave": "__init__ settle unreported start fail",
+    "training.cost.auto.Auto": "sparse methods costs",
+    "training.reducer.reducer.Reducer": "__init__ reduce_now stay_absent knows covers settle name_of_not_finite",
+    "training.reducer.settings.Tuning": "bucket_bytes",
+    "worker.Work": "__init__ run ends_within when_done forget_trace",
+}
+"""Members that are not for users: names by their class, below ``pycomm``. ``__init__``: the class is only returned."""
 
 
 def entries() -> set[str]:
@@ -106,14 +147,18 @@ def with_hanging_lines(text: str) -> str:
 
 def _hanging_lines(lines: list[str]) -> Iterator[str]:
     indent: str | None = None  # of the items of the section that this line is in
+    kind = ""
     for line in lines:
         section = _SECTION.match(line)
         if section is not None:
-            indent = section[1] + "    "
+            indent, kind = section[1] + "    ", section[2]
         elif line.strip() and (indent is None or not line.startswith(indent)):
             indent = None
         elif indent is not None and line.strip() and line[len(indent)] != " " and not _ITEM.match(line[len(indent) :]):
             line = f"    {line}"
+        elif indent is not None and kind == "Attributes" and (item := _ITEM.match(line.strip())):
+            names = item[0].replace(", ", ",\N{NO-BREAK SPACE}")  # griffe takes what follows a space for a type
+            line = f"{indent}{names}{line.strip().removeprefix(item[0])}"
         yield line
 
 
@@ -122,7 +167,8 @@ def shadow_modules(package: Module) -> None:
     moved: dict[str, str] = {}
     for module in _modules_in(package):
         for name, inner in _own_modules(module).items():
-            if name in (module.exports or ()) and name in inner.members:
+            exported = name in (module.exports or ()) or module.imports.get(name) == f"{inner.path}.{name}"
+            if exported and name in inner.members:
                 hidden = f"_{name}"
                 module.members[hidden] = inner
                 module.members[name] = Alias(name, inner.members[name], parent=module)
@@ -170,6 +216,51 @@ def functions_of_table(module: Module) -> list[Function]:
     return made
 
 
+def as_called(function: Function) -> None:
+    """Remove ``**unknown: NoReturn``; show values of private constants, and bounds of private type variables."""
+    for parameter in list(function.parameters):
+        if parameter.kind is ParameterKind.var_keyword and str(parameter.annotation) == "NoReturn":
+            del function.parameters[parameter.name]
+            continue
+        constant = _private(function, parameter.default)
+        parameter.default = parameter.default if constant is None else constant
+        parameter.annotation = _bound(function, parameter.annotation)
+    function.returns = _bound(function, function.returns)
+
+
+def _private(function: Function, name: object) -> Any:
+    if not isinstance(name, ExprName) or not name.name.startswith("_"):
+        return None
+    constant = function.module.members.get(name.name)
+    return constant.value if isinstance(constant, Attribute) else None
+
+
+def _bound(function: Function, name: Any) -> Any:
+    value = _private(function, name)
+    if isinstance(value, ExprCall) and str(value.function) == "TypeVar":
+        bounds = [each.value for each in value.arguments if isinstance(each, ExprKeyword) and each.name == "bound"]
+        return bounds[0] if bounds else name
+    return name
+
+
+def hide(package: Module, hidden: dict[str, str]) -> None:
+    """Remove the members that ``hidden`` names from the classes of ``package``, and those that say "Internal".
+
+    Raises:
+        KeyError: a class or a member does not exist.
+    """
+    for path, names in hidden.items():
+        found = package[path]
+        members = (found.final_target if isinstance(found, Alias) else found).members
+        for name in names.split():
+            del members[name]
+    for module in _modules_in(package):
+        for cls in [member for member in module.members.values() if isinstance(member, Class)]:
+            for name, member in list(cls.members.items()):
+                if not isinstance(member, Alias) and member.docstring and member.docstring.value.startswith("Internal"):
+                    del cls.members[name]
+
+
 class Docstrings(Extension):
     """Rewrites every docstring that is read, and what names mean once a package is."""
 
@@ -178,6 +269,8 @@ class Docstrings(Extension):
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
         """Rewrite the docstring of one object."""
+        if isinstance(obj, Function):
+            as_called(obj)
         if obj.docstring is not None:
             text = with_pages(without_roles(obj.docstring.value, self._known))
             obj.docstring.value = with_hanging_lines(text)
@@ -193,4 +286,6 @@ class Docstrings(Extension):
 
     def on_package(self, *, pkg: Module, **_: Any) -> None:
         """Rewrite the names of one package."""
+        if pkg.path == "pycomm":
+            hide(pkg, HIDDEN)
         shadow_modules(pkg)

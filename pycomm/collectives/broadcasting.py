@@ -87,7 +87,7 @@ def describe_difference(names: Sequence[str], rank: int) -> str:
     more = f" ({len(names)} such tensors differ)" if len(names) > 1 else ""
     return (
         f"the contents of {names[0]!r} on rank {rank} differ from those on rank 0{more}, and cannot be overwritten, as "
-        "it is no plain memory: load the same on every rank"
+        "it is not plain memory: load the same on every rank"
     )
 
 
@@ -234,14 +234,14 @@ def state_nodes(
 def check_state_keys(
     optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], params: list[torch.Tensor], nodes: list[Node]
 ) -> None:
-    """Raise ValueError if ``optimizer`` has state of ``params`` that ``nodes``, the sending rank's, lack."""
+    """Raise ValueError if ``optimizer`` has state of ``params`` that the sending rank's ``nodes`` lack."""
     for i, param in enumerate(params):
         there = {key for key, _ in nodes[i][1]} if nodes[i][0] == "dict" else set()
         more = [key for key in optimizer.state.get(param, {}) if key not in there]
         if more:
             name = next((name for name, p in names.items() if p is param), str(i))
             raise ValueError(
-                f"this has {more[0]!r} of parameter {name!r}, which would be lost: if the optimizer shares its state "
+                f"it has {more[0]!r} of parameter {name!r}, which would be lost: if the optimizer shares its state "
                 'out among the ranks, write tuning=pycomm.Tuning(ignore=["optimizer state"]); if only some ranks have '
                 "loaded a checkpoint, load it on all of them, or on rank 0"
             )

@@ -52,8 +52,8 @@ class Bucket:
     ``flat`` lies in memory that the transport can reach directly. The gradients are followed by flags, which are summed
     in the same message: one per parameter, whether it was used; one that is not 0 if a rank's gradients are so large
     that the sum might overflow; and the elements of a fingerprint, bits that ranks compare. ``algorithm`` makes dense
-    sums over the ranks. ``strides``: memory orders of the gradients in ``flat``, the same on all ranks; those of
-    ``params`` if ``None``.
+    sums over the ranks. ``strides``: memory orders of the gradients in ``flat``, the same on all ranks; if ``None``, as
+    in ``params``.
 
     The ``views`` of the places are handed out as ``.grad`` of ``owners``: ``params`` themselves, or their stand-ins. Of
     a parameter that has got another memory order since, the view is a copy: see :meth:`follow`. Users may do anything
@@ -120,11 +120,11 @@ class Bucket:
         return self._group.empty(self.num_elements + self.num_flags, self.dtype, self.device)
 
     def use(self, memory: torch.Tensor) -> None:
-        """Keep the gradients in ``memory``, of ``num_elements + num_flags`` elements, from now on."""
+        """Keep the gradients in ``memory``, of ``num_elements + num_flags`` elements."""
         self._lay_out(memory, memory[self.num_elements :])
 
     def lie_in(self, flat: torch.Tensor) -> None:
-        """Keep the gradients in ``flat``, which others own, from now on, and the flags in memory of their own.
+        """Keep the gradients in ``flat``, which others own, and the flags in memory of their own.
 
         The flags then take a message of their own, if there is a fingerprint.
         """
@@ -160,7 +160,7 @@ class Bucket:
         return [p.is_contiguous() or p.stride() for p in self._params]
 
     def follow(self) -> None:
-        """Hand out gradients in the memory orders that the parameters have now; those of ``flat`` remain."""
+        """Hand out gradients in the memory orders that the parameters have now; the orders in ``flat`` stay."""
         before, self._orders = self._orders, self._read_orders()
         if self._orders == before:
             return
@@ -220,7 +220,7 @@ class Bucket:
             self._renew_view(i)
 
     def show(self, but: int) -> None:
-        """Make the views ``.grad`` where there is a gradient, but for the parameter number ``but``."""
+        """Make the views ``.grad`` where there is a gradient, except for parameter number ``but``."""
         gradients.show_views(self._owners, self.views, but)
 
     def hand_out(self, used: list[bool]) -> list[int]:
@@ -243,7 +243,7 @@ class Bucket:
         self._handed_out_uses = 0
 
     def is_kept(self) -> bool:
-        """Return whether anything besides ``.grad`` refers to the gradients handed out."""
+        """Return whether anything other than ``.grad`` refers to the gradients handed out."""
         return self._is_aliased() or any(
             is_held(self.views, i, is_grad=owner.grad is self.views[i]) for i, owner in enumerate(self._owners)
         )

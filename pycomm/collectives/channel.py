@@ -102,7 +102,7 @@ class Channel:
         return self.enqueue(lambda: getattr(self.transport, operation)(*args, self.timeout), async_op)
 
     def run_program(self, program: Program, x: Any, op: str = "sum", async_op: bool = False) -> Work | None:
-        """Run this rank's program of any table, even if that is no collective, on ``x`` in CPU memory."""
+        """Run this rank's program of any table, even if that is not a collective, on ``x`` in CPU memory."""
         return self.run("run_program", async_op, program, x, op)
 
     def send(self, x: Any, dst: int, tag: int) -> None:
@@ -135,7 +135,7 @@ class Channel:
         return self.worker.submit(from_here(job))
 
     def skip_checks(self, *, but_first: bool = False) -> AbstractContextManager[None]:
-        """Skip the comparison between ranks for the operations inside, which earlier compared ones must imply.
+        """Skip the comparison between ranks for the operations in the block, which compared ones must imply.
 
         For jobs of :meth:`submit`. Over torch.distributed the comparison costs one message per operation. Without it,
         ranks that disagree run into the timeout. ``but_first``: the first operation is compared, and implies the rest.
@@ -249,7 +249,7 @@ class Channel:
 
     @property
     def symmetric_bytes(self) -> int:
-        """Bytes of them in symmetric windows."""
+        """Bytes of registered memory in symmetric windows."""
         return sum(queue.symmetric_bytes for queue in self._gpus.values())
 
     def check_gpus(self) -> None:

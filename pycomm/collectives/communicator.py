@@ -35,7 +35,7 @@ _NOT_INITIALISED = (
 
 
 class _Messages:
-    """Messages between two ranks: the part of :class:`Communicator` that is no collective."""
+    """Messages between two ranks: the part of :class:`Communicator` that is not collective."""
 
     channel: Channel
 
@@ -205,7 +205,7 @@ class Communicator(_Messages):
         each byte only once. The memory lives as long as the tensor.
 
         Args:
-            shape, dtype: those of the tensor.
+            shape, dtype: of the tensor.
             device: the CPU if ``None``.
             symmetric: all ranks make such a tensor, and pass it whole to the same operations in the same order. Its
                 first operation is then the collective that lets NCCL 2.29.7 or newer use symmetric kernels.
@@ -284,13 +284,13 @@ class Communicator(_Messages):
     def all_to_all(self, out: Any, x: Any, async_op: bool = False) -> Work | GpuWork | None:
         """Send part p of ``x`` to rank p, where it becomes part ``rank`` of ``out``.
 
-        Both arrays consist of as many equal parts as there are ranks. Any dtype; on a GPU those of :meth:`all_reduce`.
+        Both arrays consist of as many equal parts as there are ranks. Any dtype; on a GPU as in :meth:`all_reduce`.
         """
         side = self.channel.side(x)
         return (self.channel.side(out) if side is self.channel else side).run("all_to_all", async_op, out, x)
 
     def broadcast(self, x: Any, src: int, async_op: bool = False) -> Work | GpuWork | None:
-        """Overwrite ``x`` with that of rank ``src`` (a rank of this group). Any dtype."""
+        """Overwrite ``x`` with the ``x`` of rank ``src`` (a rank of this group). Any dtype."""
         return self.channel.side(x).run("broadcast", async_op, x, src)
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
 """Freed memory of this process, kept for the next step.
 
 By default glibc's ``malloc`` returns large blocks to the system as they are freed. Autograd allocates every gradient
-anew in every step, so each step faults on each page of them again: a quarter of a step's time on virtual machines. An
+again in every step, so each step faults on each page of them again: a quarter of a step's time on virtual machines. An
 allocator that keeps what is freed, as torch's own does on GPUs, has no such cost; the process stays at its peak.
 """
 

@@ -39,7 +39,7 @@ def view_like(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def strides_of(param: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of the memory order of ``param`` if it is dense, else those of a contiguous tensor."""
+    """Return the strides of the memory order of ``param`` if it is dense, else the strides of a contiguous tensor."""
     if not param.is_contiguous() and is_dense(param):
         return param.stride()
     return torch.empty(param.shape, device="meta").stride()
@@ -86,7 +86,7 @@ _KIND = attrgetter("shape", "dtype", "device")
 
 
 class Kinds:
-    """Shapes, dtypes and devices of named tensors at first, to be compared with the present ones in each step."""
+    """Initial shapes, dtypes and devices of named tensors, to be compared with the present ones in each step."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self._names, self._tensors = list(names), list(tensors)

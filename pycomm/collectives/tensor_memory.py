@@ -44,7 +44,7 @@ class Memory:
     Attributes:
         parts: plain tensors that cover it without overlaps, with dtypes that every operation knows.
         writable: whether writing to ``parts`` suffices to overwrite the tensor.
-        text: properties besides shape and dtype that ranks must have in common; "" for plain memory.
+        text: properties other than shape and dtype that ranks must have in common; "" for plain memory.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -59,7 +59,7 @@ NOTHING = Memory((), writable=False, text="without memory")
 def memory_of(tensor: torch.Tensor) -> Memory:
     """Return the memory behind ``tensor``, or behind this rank's part of a DTensor. Plain memory is not copied."""
     if is_lazy(tensor):
-        raise TypeError("is not initialised: run a forward, which gives lazy modules their shapes, first")
+        raise TypeError("is not initialised: first run a forward, which gives lazy modules their shapes")
     tensor = local_of(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()

@@ -35,7 +35,7 @@ class Scaling:
             there. Schedules and random numbers depend on it alone, so a non-finite step does not
             affect them.
         fingerprint: bits that must be equal on all ranks: ``FINGERPRINT_BITS`` bools, on the bucket's
-            device. ``None``, on all ranks alike: nothing is compared.
+            device. ``None``, on all ranks or none: nothing is compared.
         zeros_are_unused: whether a gradient of zeros may belong to a parameter that this rank has not used, which
             makes a difference to methods with state.
         frees: whether gradients are freed once they have been packed: an exchange then refers to none of them.
@@ -120,7 +120,7 @@ class Exchange(Protocol):
         """Payload bytes that this rank has handed to the transport."""
 
     def lie_in(self, buffer: torch.Tensor) -> None:
-        """Leave the averages in ``buffer`` from now on, which holds all gradients in the order of the bucket.
+        """Leave the averages of later steps in ``buffer``, which holds all gradients in the order of the bucket.
 
         No gradient may then be ``None``: ranks need not share which ones were used.
         """
@@ -155,7 +155,7 @@ class Exchange(Protocol):
     def operations_among(self, size: int, per_host: int = 1) -> list[Operation] | None:
         """Return the collectives that the last step would need among ``size`` ranks on hosts of ``per_host`` each.
 
-        ``None`` if those it made are right for any number of ranks.
+        ``None`` if the collectives that it used are right for any number of ranks.
         """
 
     def stats(self) -> dict[str, int]:

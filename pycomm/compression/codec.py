@@ -168,7 +168,7 @@ def _put_back(outcome: Outcome, now: torch.Tensor, before: torch.Tensor) -> None
 
 
 def wide_dtype(bucket: Bucket) -> torch.dtype:
-    """Return the dtype of sums and state: float64 for float64 gradients, else float32."""
+    """Return the dtype of sums and state: float64 for float64 gradients, otherwise float32."""
     return torch.float64 if bucket.dtype == torch.float64 else torch.float32
 
 

@@ -72,9 +72,9 @@ class DenseExchange(Defaults):
         self._communicator = communicator
         self._all_used_here, self._is_compared = True, False
         self._nonfinite_source: str | None = None
-        # A mean is a sum and one more pass over memory between hosts. Packing can divide instead, where that is exact:
-        # but for results below 2**-126, each of which is rounded by at most 2**-150, so a mean by size * 2**-150.
-        # NCCL divides each term, too; and only sums are made by NVLink's switches, and in registered memory.
+        # A mean between hosts takes one more pass over memory than a sum. Packing can divide instead: exactly unless a
+        # result is below 2**-126; then each contribution is off by at most 2**-150, and the mean by size * 2**-150.
+        # NCCL divides each term, too; NVLink's switches, and registered memory, support only sums.
         size, is_remote = communicator.size, len(communicator.hosts) > 1
         is_exact = bucket.dtype.itemsize >= 4 and size & (size - 1) == 0
         self._divides_first = bucket.on_gpu or (is_remote and is_exact and bucket.shares is None)
@@ -85,7 +85,7 @@ class DenseExchange(Defaults):
 
     def pack(self, grads: Sequence[torch.Tensor | None], scaling: Scaling) -> None:
         bucket = self._bucket
-        # Of one rank, a sum is nothing to do; a mean would be read and written.
+        # With a single rank a sum needs no work; a mean would read and write the bucket.
         is_mean = scaling.average and self._communicator.size > 1
         op = "mean" if is_mean and not self._divides_first else "sum"
         scale = scaling.contribution if is_mean and self._divides_first else scaling.local

@@ -196,7 +196,7 @@ class CodecExchange:
 
     def finish(self, finite: Flag) -> None:
         assert self._report is not None
-        # What is accumulated is a view of the bucket's memory, which else looks as if a user kept it.
+        # What is accumulated is a view of the bucket's memory, which otherwise looks as if a user kept it.
         accumulated, self._accumulated = self._accumulated, None
         if isinstance(finite, torch.Tensor) or finite:
             assert accumulated is not None

@@ -45,7 +45,7 @@ class GatheredMemory:
     """Memory for the messages of all ranks, up to ``most`` bytes each.
 
     On a CPU a rank's own message lies among them, which saves its copy. On a GPU it lies apart, as memory for NCCL's
-    symmetric kernels must be at the same offset on all ranks. All is zeros at first: gaps between arrays travel, too.
+    symmetric kernels must be at the same offset on all ranks. Initially all is 0: gaps between arrays are sent, too.
     """
 
     def __init__(self, bucket: Bucket, communicator: Communicator, most: int) -> None:
@@ -55,7 +55,7 @@ class GatheredMemory:
         self._apart = empty(most).zero_() if bucket.on_gpu else None
 
     def messages(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return memory for this rank's message of ``num_bytes``, and for those of all ranks, in their order."""
+        """Return memory for this rank's message of ``num_bytes``, and for all ranks' messages, in rank order."""
         everyones = self._everyones[: self._size * num_bytes]
         mine = everyones[self._rank * num_bytes :] if self._apart is None else self._apart
         return mine[:num_bytes], everyones
@@ -77,7 +77,7 @@ class GatheredMessages:
         self.arrange(arrays)
 
     def arrange(self, arrays: Sequence[tuple[torch.dtype, int]]) -> None:
-        """Use messages of these arrays from now on, in the same memory while it suffices."""
+        """Switch to messages of these arrays, in the same memory while it suffices."""
         layout, self._has_bits = Layout(self._num_codes, tuple(arrays)), True
         num_bytes, size = layout.num_bytes(), self._communicator.size
         if self._memory is None or num_bytes > self._memory.most:

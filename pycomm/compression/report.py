@@ -55,7 +55,7 @@ class Told:
     Attributes:
         unused: indices of the parameters that it has no gradient for.
         finite: for each parameter, whether what its gradient led to is finite: bool.
-        fingerprint: ``None`` on all ranks alike: its bits are 0.
+        fingerprint: ``None``, on all ranks or none: its bits are 0.
         is_used: for each parameter, whether it was used, if only the device knows: bool.
     """
 

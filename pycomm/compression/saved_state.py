@@ -90,9 +90,7 @@ def _check_header(saved: Any, method: str, strict: bool) -> None:
     for rank, content in saved["ranks"].items():
         _check_content(f"state['ranks'][{rank!r}]", content)
     if strict and saved["method"] != method:
-        raise ValueError(
-            f"state is from compression {saved['method']}, wanted that of {method} (strict=False loads what fits)"
-        )
+        raise ValueError(f"state is from compression {saved['method']}, wanted {method} (strict=False loads what fits)")
 
 
 def _check_content(where: str, content: dict[Any, Any]) -> None:

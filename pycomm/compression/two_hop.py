@@ -95,7 +95,7 @@ FormOf = Callable[[int, int], Form]
 def add_up_decoded(
     form: Form, messages: Sequence[Arrays], arrays: Arrays, remainder: torch.Tensor, seed: torch.Tensor | None
 ) -> None:
-    """Do what :meth:`Form.add_up` says, where one kernel cannot."""
+    """Do the work of :meth:`Form.add_up` in two kernels, where one kernel cannot."""
     sums = torch.empty_like(remainder)
     form.decode(messages, sums)
     form.encode(sums, arrays, seed)
@@ -160,7 +160,7 @@ class _Seeds:
             self.of = self._pairs.unbind()
 
     def begin(self, step: int | torch.Tensor) -> None:
-        """Use other numbers, those of ``step``."""
+        """Use the random numbers of ``step``."""
         if self._pairs is not None:
             self._pairs[:, 1].fill_(step)
 
@@ -371,7 +371,7 @@ class OwnPartCodec(_DividedCodec):
 def summing_codec(
     bucket: Bucket, communicator: Communicator, form: FormOf, seed: int | None = None
 ) -> TwoHopCodec | OwnPartCodec:
-    """Return the codec that gives every rank the sums of ``bucket``, or each those of its own share."""
+    """Return the codec that gives every rank the sums of ``bucket``, or each rank the sums of its own share."""
     kind = TwoHopCodec if bucket.shares is None else OwnPartCodec
     return kind(bucket, communicator, form, seed)
 

@@ -1,4 +1,4 @@
-"""Comparison between the ranks of a registration: with every pass each sends a hash of what all must do alike.
+"""Comparison between the ranks of a registration: every pass carries a hash of what must be the same on all ranks.
 
 It covers the numbers in the groups of the optimizers (learning rate, momentum, ...), the number of their steps, and
 forwards that no backward followed; with some passes the parameters, too. See :mod:`pycomm.training.reductions.record`.
@@ -39,7 +39,7 @@ class SteppedOptimizers:
     """Optimizers that step parameters of a model. They are found by their steps, and held weakly.
 
     These steps do not count: without a gradient of the model, or with learning rates of 0 (distributed checkpointing
-    makes some, on one rank if that rank saves alone), and inside the step of another optimizer (which may hold the
+    takes some, on one rank if that rank saves alone), and inside the step of another optimizer (which may hold the
     shard of one rank).
 
     Attributes:
@@ -171,7 +171,7 @@ class PassComparison:
         reads_late: whether the host does not wait for them.
 
     Attributes:
-        fingerprint: bits of this rank's record in each pass, and the verdict on those of all.
+        fingerprint: this rank's bits in each pass, and the verdict on all ranks' bits.
         requests: requests of this rank, and the request to stop that all ranks have received.
         optimizers: optimizers that step the parameters.
     """
@@ -227,7 +227,7 @@ class PassComparison:
         self._replicas.after_step(self._state.reductions)
 
     def _note_forward(self, output: Any, called: str) -> None:
-        if current_graph_task() == -1:  # else a checkpointed piece is being recomputed
+        if current_graph_task() == -1:  # otherwise a checkpointed piece is being recomputed
             self._loop.note_forward(output, called)
         if not getattr(self._model(), "require_backward_grad_sync", True):  # in no_sync(): ranks may mean to step alone
             self.optimizers.requires_passes = False

@@ -45,7 +45,7 @@ def register(
     check_replicas: int = 1000,
     timeout: timedelta | float | None = None,
 ) -> HookHandle:
-    """Average the gradients of ``ddp_model`` through pycomm from now on, with optional ``compression``.
+    """Average the gradients of ``ddp_model`` through pycomm, with optional ``compression``.
 
     DistributedDataParallel is unchanged: buckets, ``no_sync()``, ``join()``, ``static_graph``,
     ``find_unused_parameters`` and ``gradient_as_bucket_view`` work as before, and so do optimizers, GradScaler
@@ -138,7 +138,7 @@ def _slot_of(ddp_model: DistributedDataParallel) -> _Slot | None:
         if not isinstance(state, _Slot):
             name = getattr(hook, "__qualname__", type(hook).__name__)
             own = ddp_model.mixed_precision is not None
-            advice = "use autocast in place of mixed_precision=" if own else "wrap the model anew, without it"
+            advice = "use autocast in place of mixed_precision=" if own else "wrap the model again, without it"
             raise ValueError(f"ddp_model already has a communication hook, {name}, and takes only one: {advice}")
         if state.handle is not None:
             raise ValueError("ddp_model already has a hook of pycomm's: remove() its handle first")
@@ -168,7 +168,7 @@ def _install(
 
 
 class HookHandle:
-    """Handle of pycomm's communication hook in a DistributedDataParallel. Made by :func:`pycomm.ddp.register`.
+    """Handle of pycomm's communication hook in a DistributedDataParallel. Created by :func:`pycomm.ddp.register`.
 
     Attributes:
         communicator: communicator that averages gradients.
@@ -248,15 +248,15 @@ class HookHandle:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that compression carries from step to step on *this* rank, to be saved by every rank.
 
-        The format is that of ``Reducer.state_dict``, with the names of ``ddp_model.module``, and each can load the
-        other's. It loads with ``torch.load(weights_only=True)``.
+        The format is the same as ``Reducer.state_dict``'s, with the names of ``ddp_model.module``, and each can load
+        the other's state. It loads with ``torch.load(weights_only=True)``.
         """
         return self._registration.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]], *, strict: bool = True) -> None:
         """Load state that :meth:`state_dict`, or ``Reducer.state_dict``, returned.
 
-        Arguments and errors are those of :meth:`pycomm.Reducer.load_state_dict`.
+        Has the same arguments and errors as :meth:`pycomm.Reducer.load_state_dict`.
         """
         self._registration.load_state_dict(state, strict)
 

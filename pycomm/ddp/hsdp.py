@@ -24,7 +24,7 @@ from pycomm.torch_internals import local_of
 from pycomm.torch_internals.wrappers import ShardedGroup, sharded_groups
 
 Modules = dict[torch.nn.Module, tuple[list[str], ShardedGroup]]
-"""Modules given to ``fully_shard``, each with its parameters' names and torch's description of its shards."""
+"""Modules passed to ``fully_shard``, each with its parameters' names and torch's description of its shards."""
 
 
 def register_hsdp(
@@ -39,7 +39,7 @@ def register_hsdp(
     check_replicas: int = 1000,
     timeout: timedelta | float | None = None,
 ) -> HsdpHandle:
-    """Average gradients between the replicas of a model from now on, each of which is sharded by FSDP2.
+    """Average gradients between the replicas of a model, each of which is sharded by FSDP2.
 
     This is the replicate dimension of hybrid sharding::
 
@@ -66,7 +66,7 @@ def register_hsdp(
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        TypeError, ValueError: an argument is wrong, modules replicate by themselves or have a hook already, or
+        TypeError, ValueError: an argument is wrong, modules replicate on their own or have a hook already, or
             the replicas' settings or parameters differ (on every rank of the group). From ``backward()``: as from
             :func:`pycomm.ddp.register`.
     """
@@ -158,7 +158,7 @@ class _PlainMean:
 
 
 class HsdpHandle:
-    """Handle of the averages between replicas. Made by :func:`pycomm.ddp.register_hsdp`; methods as HookHandle's."""
+    """Handle of the averages between replicas. Created by :func:`pycomm.ddp.register_hsdp`; methods as HookHandle's."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class HsdpHandle:
 
         Returns:
             ``bytes_sent`` to other replicas, ``steps``, ``wait_seconds`` (in the hooks), ``nonfinite_steps``,
-            ``last_nonfinite`` (its rank is that in the group of replicas), ``num_buckets`` (modules),
+            ``last_nonfinite`` (whose rank counts in the group of replicas), ``num_buckets`` (modules),
             ``transport``, and the method's own, as in ``HookHandle.stats``.
         """
         return self._registration.stats()
@@ -200,7 +200,7 @@ class HsdpHandle:
         """Return the state that compression carries on *this* rank, to be saved by every rank of the mesh.
 
         As ``HookHandle.state_dict``, with tensors of the shards' shapes, and two more keys: ``shard`` and
-        ``num_shards``. Ranks under ``ranks`` are those of the group of replicas.
+        ``num_shards``. The keys of ``ranks`` are ranks in the group of replicas.
         """
         return {**self._registration.state_dict(), **self._own_shard}
 
@@ -224,7 +224,7 @@ class HsdpHandle:
         for each in given:
             for key, wanted in self._own_shard.items():
                 if isinstance(each, dict) and each.get(key) != wanted:
-                    raise ValueError(f"state[{key!r}] is {each.get(key)!r}, wanted {wanted}: shards are not cut anew")
+                    raise ValueError(f"state[{key!r}] is {each.get(key)!r}, wanted {wanted}: shards do not change")
         self._registration.load_state_dict(given, strict)
 
     def remove(self) -> None:

@@ -44,7 +44,7 @@ class HookSettings:
 
 
 def checked_settings(compression: Any, loss_scaler: Any, optimizer: Any, **tuning: Any) -> HookSettings:
-    """Return the arguments of a registration as checked settings; ``tuning``: those of ``Tuning``."""
+    """Return the arguments of a registration as checked settings; ``tuning``: arguments of ``Tuning``."""
     method = checked_method(compression)
     refuse_local_norm(method, "DistributedDataParallel")
     if optimizer is not None:

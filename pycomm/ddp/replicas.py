@@ -27,7 +27,7 @@ class ShardedReplicas:
     """Shards of one module's parameters on this rank, and their exchange between the replicas.
 
     Args:
-        place: number of the module, which are the same on all ranks.
+        place: number of the module, the same on all ranks.
         exchanges: exchanges of all modules.
     """
 
@@ -56,7 +56,7 @@ class ShardedReplicas:
         """Add the averages to this rank's gradients, as FSDP does not for a module that this rank has not used.
 
         Returns:
-            Whether any replica has used it. Else its gradients stay as they are. Waits for a GPU.
+            Whether any replica has used it. Otherwise its gradients stay as they are. Waits for a GPU.
         """
         division = self._division()
         places = [place for part in self.exchanges.parts for place in part.bucket.places]
@@ -199,7 +199,7 @@ class ReplicaSteps:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Keep the state of the step if all ranks' gradients are finite, else restore it."""
+        """Keep the state of the step if all ranks' gradients are finite, otherwise restore it."""
         try:
             with self._registration.waiting():
                 self._stand_in_until(_END)

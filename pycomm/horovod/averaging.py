@@ -57,7 +57,7 @@ class Arguments:
     loss_scaler: Any = None
 
     def named_of(self, optimizer: torch.optim.Optimizer) -> Named:
-        """Return those of the named parameters that ``optimizer`` steps."""
+        """Return the named parameters that ``optimizer`` steps."""
         own = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return [(name, param) for name, param in self.named if id(param) in own]
 
@@ -101,7 +101,7 @@ class AttachedAveraging:
         self.reducer.reduce_now()
 
     def set_passes(self, passes: int) -> None:
-        """Attach anew, with what compression has not sent yet."""
+        """Attach again with ``passes`` per step, keeping what compression has not sent yet."""
         state = self.reducer.state_dict()
         self.detach()
         self._passes = passes
@@ -109,7 +109,7 @@ class AttachedAveraging:
         self.reducer.load_state_dict(state)
 
     def detach(self) -> None:
-        """Reduce no more."""
+        """Stop reducing."""
         self.reducer.detach()
         self._world.attached.discard(self.reducer)
 
@@ -133,7 +133,7 @@ def is_needed(arguments: Arguments) -> bool:
 
 
 class StepTerms:
-    """Terms of a step's operations: what all ranks must do alike. They are compared with the operations themselves.
+    """Terms of a step's operations: what must be the same on all ranks. They are compared with the operations.
 
     Args:
         optimizer: the optimizer, which is equal on all ranks.
@@ -205,7 +205,7 @@ class StepTerms:
             )
 
     def close(self) -> None:
-        """Watch the optimizer no more."""
+        """Stop watching the optimizer."""
         self._hook.remove()
 
 
@@ -318,7 +318,7 @@ class NamedAveraging:
                 raise ValueError(str(problem))
 
     def set_passes(self, passes: int) -> None:
-        """Reduce after ``passes`` passes from now on."""
+        """Reduce after every ``passes`` passes."""
         self._passes = passes
         self._counts.clear()
 
@@ -342,7 +342,7 @@ class DeltaAveraging:
         self._arguments = arguments
         _make_equal(optimizer, arguments)
         names = {id(param): name for name, param in arguments.named}
-        self._terms = StepTerms(optimizer, self._params, names, has_numbers=False)  # each rank steps by itself
+        self._terms = StepTerms(optimizer, self._params, names, has_numbers=False)  # each rank steps independently
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._note),
             optimizer.register_step_post_hook(self._combine),
@@ -370,7 +370,7 @@ class DeltaAveraging:
         self._terms.end_step()
 
     def detach(self) -> None:
-        """Combine no more."""
+        """Stop combining."""
         for hook in self._hooks:
             hook.remove()
         self._terms.close()

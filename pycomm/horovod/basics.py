@@ -213,7 +213,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those of its host, which counts from 0."""
+    """Return this process's rank among the ranks of its host, counted from 0."""
     here = world()
     return list(here.local).index(here.rank)
 

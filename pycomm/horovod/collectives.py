@@ -195,7 +195,7 @@ class Collective:
         raise NotImplementedError
 
     def gradients(self, grads: Tensors) -> Tensors:
-        """Return the gradients of the tensors, given those of the results. Collective."""
+        """Return the gradients of the tensors, computed from the results' gradients. Collective."""
         raise NotImplementedError
 
     def submit(self, tensors: Any, wake: bool = True) -> Submission:
@@ -295,7 +295,7 @@ class AllReduce(Collective):
 
 
 class ReduceScatter(AllReduce):
-    """Reduce-scatter of all tensors, each by itself."""
+    """Reduce-scatter of all tensors, each separately."""
 
     kind = REDUCESCATTER
 
@@ -305,7 +305,7 @@ class ReduceScatter(AllReduce):
         check_rows(xs, self.kind)
         if op == Adasum:
             raise ValueError(
-                "op is Adasum, which a reducescatter does not know: wanted Average, Sum, Min, Max or Product"
+                "op is Adasum, which reducescatter does not support: wanted Average, Sum, Min, Max or Product"
             )
         check_reducible(xs, op)
         return Request(submission.key, self._terms(op), xs, [None] * len(xs))
@@ -316,7 +316,7 @@ class ReduceScatter(AllReduce):
 
 
 class AllGather(Collective):
-    """All-gather of all tensors, each by itself. ``detail``: what else must be the same on all ranks."""
+    """All-gather of all tensors, each separately. ``detail``: what else must be the same on all ranks."""
 
     kind = ALLGATHER
 

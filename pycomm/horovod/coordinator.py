@@ -3,7 +3,7 @@
 A round is one all-gather of messages of a fixed size; over shared memory it takes a few microseconds. Messages name
 known operations by numbers. New operations follow in a second all-gather, with name and signature. In Horovod one rank
 collects all announcements and answers. Here every rank receives all of them, in the same rounds and order, and reaches
-the same decisions by itself: nothing is sent back.
+the same decisions on its own: nothing is sent back.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class Request:
         terms: settings that must be the same on all ranks.
         tensors: the inputs.
         outputs: tensors for the results; ``None`` before the run if their sizes depend on other ranks.
-        signature: text that is equal on all ranks if their requests agree; made from the other attributes.
+        signature: text that is equal on all ranks if their requests agree; built from the other attributes.
         splits: of an alltoall, number of rows for each rank.
         refusal: error of this rank, by which the others do not wait for it.
         ready: on GPUs, events after which the inputs are computed.
         parts: of an allgather, number of rows of each tensor from each rank.
-        result: result besides the outputs.
+        result: result in addition to the outputs.
         since: time of its creation, by ``time.monotonic()``.
     """
 

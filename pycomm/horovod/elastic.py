@@ -205,7 +205,7 @@ class StateHandler:
         """Prepare for :meth:`sync` after the ranks have changed."""
 
     def set_value(self, value: Any) -> None:
-        """Handle ``value`` from now on."""
+        """Handle ``value`` instead."""
         self.value = value
         self.save()
 
@@ -320,7 +320,7 @@ class Survivors:
         """Leave the world, and begin another one with the ranks that are left. Collective among these."""
         rank = world().rank
         cause = _cause(error, rank, alone=len(world().sets) == 1)
-        leave_world(f"it begins anew: {cause}")
+        leave_world(f"it begins again: {cause}")
         reconvene(
             self._membership,
             self._communicator,

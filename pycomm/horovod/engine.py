@@ -261,7 +261,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _same(a: Request, b: Request) -> bool:
-    """Return whether both are reduced alike. Their details do not count: a rank that has joined does not know them."""
+    """Return whether both are reduced the same way, apart from details, which a rank that has joined does not know."""
     one, other = a.terms, b.terms
     return one is other or (one.op, one.prescale, one.postscale) == (other.op, other.prescale, other.postscale)
 

@@ -259,7 +259,7 @@ def on_this_host(job: str, rank: int, mine: str, size: int, patience: float) -> 
     On rank 0 a thread sends the address to the ``size - 1`` other ranks, for at most ``patience`` seconds.
 
     Args:
-        job: identity of this job among those of this user on this host.
+        job: identity of this job among this user's jobs on this host.
         rank: rank of this process.
         mine: the address, on rank 0.
         size: number of ranks.

@@ -62,7 +62,7 @@ def agreed(
 
 
 def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
-    """Overwrite tensors in place with those of ``root_rank``.
+    """Overwrite tensors in place with the tensors of ``root_rank``.
 
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()``, another mapping or list of names and tensors, or a
@@ -141,7 +141,7 @@ def broadcast_optimizer_state(
 
     nodes = agreed(attempt(encoded), what, global_process_set, lambda _: [f"root_rank={root_rank}"])
     theirs, nodes = broadcast_object((sizes, nodes), root_rank, name="optimizer_state")
-    problem = "" if theirs == sizes else f"its parameter groups have {sizes} parameters, those of {root_rank} {theirs}"
+    problem = "" if theirs == sizes else f"its parameter groups have {sizes} parameters, rank {root_rank}'s {theirs}"
     if here.rank != root_rank and not problem:
         made = attempt(lambda: restructure_state(optimizer, params, nodes))
         problem, tensors = (str(made), []) if isinstance(made, Exception) else ("", made)
@@ -185,7 +185,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return all ranks' ``obj``, in rank order. Types and errors are those of :func:`broadcast_object`."""
+    """Return all ranks' ``obj``, in rank order. Types and errors are as for :func:`broadcast_object`."""
     own_length, data, error = _packed(obj)
     sizes = allgather(torch.tensor([[own_length, data.numel()]]), _part(name, "sizes"), process_set).tolist()
     if error is not None:
@@ -233,7 +233,7 @@ def _to_bytes(obj: Any) -> tuple[int, torch.Tensor]:
 
 
 def _unpacked(data: torch.Tensor, length: int) -> Any:
-    """Return what :func:`_packed` was given. Tensors of GPUs are on this process's GPU, or on the CPU."""
+    """Return the object passed to :func:`_packed`. Tensors of GPUs are on this process's GPU, or on the CPU."""
     node, forms = parse(data[:length].numpy().tobytes(), PairOf(ListOf(ANYTHING), ListOf(_FORM)), "the object")
     tensors, at = [], length
     for name, shape, device in forms:

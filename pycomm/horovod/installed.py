@@ -32,7 +32,7 @@ _MODULES = {
 
 
 def install() -> None:
-    """Make ``import horovod.torch``, and its submodules, import :mod:`pycomm.horovod` from now on.
+    """Make ``import horovod.torch``, and its submodules, import :mod:`pycomm.horovod`.
 
     Horovod's modules for other frameworks and clusters (``horovod.tensorflow``, ``horovod.spark``, ``horovod.runner``)
     do not exist: importing them raises ``ModuleNotFoundError``. Installing twice changes nothing.
@@ -52,7 +52,7 @@ def install() -> None:
         module = import_module(behind) if behind else _package(name)
         sys.modules[name] = module
         parent, _, own = name.rpartition(".")
-        if parent and not hasattr(sys.modules[parent], own):  # else pycomm's own attribute is the same, or better
+        if parent and not hasattr(sys.modules[parent], own):  # otherwise pycomm's attribute is the same, or better
             setattr(sys.modules[parent], own, module)
 
 

@@ -59,7 +59,7 @@ NAMES = {Average: "mean", Sum: "sum", Adasum: "adasum", Min: "min", Max: "max", 
 
 
 def checked_op(op: Any) -> ReduceOp:
-    """Return the reduction ``op``, Average for ``None``; raise ``op`` if it is an error, else ValueError."""
+    """Return the reduction ``op``, Average for ``None``; raise ``op`` if it is an error, otherwise ValueError."""
     if isinstance(op, Exception):
         raise op
     if op is None or type(op) is ReduceOp:

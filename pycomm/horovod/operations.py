@@ -280,13 +280,13 @@ broadcast_async_ = _function(
     "broadcast_async_",
     _root,
     _begin_in_place,
-    "Begin to overwrite ``tensor`` with that of ``root_rank``; return a handle.",
+    "Begin to overwrite ``tensor`` with ``root_rank``'s; return a handle.",
 )
 broadcast_ = _function(
     "broadcast_",
     _root,
     _in_place,
-    "Overwrite ``tensor`` with that of ``root_rank``, and return it. See :func:`broadcast`.",
+    "Overwrite ``tensor`` with ``root_rank``'s, and return it. See :func:`broadcast`.",
 )
 alltoall = _function(
     "alltoall",
@@ -364,7 +364,7 @@ def join(device: int = -1) -> int:
     with _absence(submission.engine) as counts:
         last = int(waited(submission).result)
     last = _latest(sum(counts), last)
-    # The ranks may have asked for different numbers of operations; none is left now, so that they can count anew.
+    # The ranks may have asked for different numbers of operations; none is pending now, so the counts can restart.
     submission.members.counters.clear()
     for checks in world().checks:
         checks.restart()

@@ -89,7 +89,7 @@ class Control:
     def skip_synchronize(self) -> Iterator[None]:
         """Let a ``step()`` inside use the gradients as they are: ``synchronize()`` has been called."""
         if self._arguments.op == Adasum:
-            raise ValueError("skip_synchronize() does not go with op=Adasum, which combines what steps have changed")
+            raise ValueError("skip_synchronize() cannot be combined with op=Adasum, which combines what steps changed")
         self._skips = True
         try:
             yield
@@ -97,7 +97,7 @@ class Control:
             self._skips = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Reduce after every ``passes`` backward passes from now on. All ranks must call it, between two steps."""
+        """Reduce after every ``passes`` backward passes. All ranks must call it, between two steps."""
         self._require_begun()
         _require_passes(passes)
         if self._averaging is not None:
@@ -156,7 +156,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     loss_scaler: Any = None,
     **unknown: Any,
 ) -> torch.optim.Optimizer:
-    """Reduce the gradients of ``optimizer`` over the ranks from now on, and return it: the same object.
+    """Reduce the gradients of ``optimizer`` over the ranks, and return it: the same object.
 
     It gets three more methods: ``synchronize()``, the context ``skip_synchronize()`` and
     ``set_backward_passes_per_step(passes)``. With ``Average`` and ``Sum``, and dense gradients, this is
@@ -178,7 +178,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             bucket is scaled separately.
         num_groups, groups: parameters of a group are reduced together; without effect where buckets are used.
         sparse_as_dense: convert sparse gradients to dense ones for the reduction.
-        process_set: the ranks; others step by themselves.
+        process_set: the ranks; other ranks step independently.
         loss_scaler: the ``GradScaler`` that the loss is scaled by, for methods of pycomm's that carry state: with one,
             residuals follow changes of the scale. Horovod has no such argument.
         unknown: refused, each by name.
@@ -200,7 +200,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def _agreed(
     optimizer: Any, named_parameters: Any, given: Arguments, predivide_factor: Any, unknown: Collection[str]
 ) -> tuple[torch.optim.Optimizer, Arguments]:
-    """Return what :func:`_checked` does, if it does so on all ranks of the process set. Collective."""
+    """Return the result of :func:`_checked`, if it succeeds on all ranks of the process set. Collective."""
     ranks, misplaced = known_set(given.process_set, included=False)
     outcome = attempt(lambda: _checked(optimizer, named_parameters, given, predivide_factor, unknown), misplaced)
     if ranks.included():
@@ -230,7 +230,7 @@ def _checked(
 
 
 def _named_parameters_of(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
-    """Return the names that are ``given``, or numbers made up by the position in the optimizer's groups."""
+    """Return the ``given`` names, or names by the positions in the optimizer's groups."""
     own = [
         (f"allreduce.noname.{i}.{j}", param)
         for i, group in enumerate(optimizer.param_groups)
@@ -324,7 +324,7 @@ def _require_factor(factor: Any, op: Any) -> None:
     if factor <= 0:
         raise ValueError(f"gradient_predivide_factor is {factor}, wanted a positive number")
     if factor != 1.0 and op != Average:
-        raise ValueError(f"gradient_predivide_factor is {factor}, and op is {op.name}: it goes with Average only")
+        raise ValueError(f"gradient_predivide_factor is {factor}, and op is {op.name}: it works with Average only")
 
 
 def _require_compression(compression: Any) -> None:

@@ -116,7 +116,7 @@ def set_world(made: World | None) -> None:
 
 
 class ProcessSet:
-    """Process set: ranks that run operations together, once it has been given to ``init()`` or ``add_process_set()``.
+    """Process set: ranks that run operations together, once it has been passed to ``init()`` or ``add_process_set()``.
 
     Args:
         ranks_or_comm: global ranks, in any order, or an mpi4py communicator whose ranks are numbered as ``init()`` has
@@ -198,8 +198,8 @@ def members_of(process_set: ProcessSet) -> Members:
 def known_set(process_set: Any, included: bool = True) -> tuple[ProcessSet, Exception | None]:
     """Return the set whose ranks learn of errors, and the error in ``process_set``, if any.
 
-    ``included``: whether this rank must be in it. If there are several sets, so that the one of the other ranks is
-    unknown, the error is raised.
+    ``included``: whether this rank must be in it. If there are several sets, so that the other ranks' set is unknown,
+    the error is raised.
     """
     try:
         members = members_of(process_set)
@@ -305,7 +305,7 @@ def _require_new(process_set: ProcessSet, here: World) -> None:
     if strangers:
         raise ValueError(f"process_set has rank {strangers[0]}, wanted ranks of 0 to {here.size - 1}")
     if any(list(members.ranks) == process_set.ranks for members in here.sets.values()):
-        raise ValueError(f"process_set has ranks {process_set.ranks}, of which there is one already")
+        raise ValueError(f"process_set has ranks {process_set.ranks}, and a set of these exists already")
 
 
 def _open(process_set: ProcessSet, here: World) -> None:

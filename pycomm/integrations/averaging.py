@@ -71,10 +71,10 @@ REGISTER_OPTIONS = options_of(register, but=("loss_scaler", "optimizer"))
 """Arguments of ``pycomm.ddp.register`` that integrations pass on, if a DistributedDataParallel is around the model."""
 
 _OF_BOTH = REGISTER_OPTIONS & {field.name for field in fields(Tuning)}
-"""Those that are fields of ``attach``'s ``tuning``: a trainer's caller need not know whether one is."""
+"""Options that are fields of ``attach``'s ``tuning``: a trainer's caller need not know which are."""
 
 ATTACH_OPTIONS = options_of(attach, but=TRAINERS_OWN) | _OF_BOTH
-"""Arguments that integrations pass on to ``attach``, where none is."""
+"""Arguments that integrations pass on to ``attach``, if no DistributedDataParallel is around the model."""
 
 
 def check_options(options: Mapping[str, Any], allowed: Iterable[str], whose: str, why: str = "") -> None:
@@ -82,7 +82,7 @@ def check_options(options: Mapping[str, Any], allowed: Iterable[str], whose: str
 
     Args:
         whose: the function that was called, for the message.
-        why: reason for which it is not taken, if another function of pycomm's would take it.
+        why: reason for the refusal, if another function of pycomm's would accept the name.
     """
     known = sorted(allowed)
     for name in options:
@@ -122,7 +122,7 @@ class Averaging:
     def stats(self) -> dict[str, Any]:
         """Return the counters of :attr:`inner`, as ``Reducer.stats`` or ``HookHandle.stats``.
 
-        Without one, those that both have: nothing was averaged, and nothing sent.
+        Without one, the counters that both have: nothing was averaged, and nothing sent.
         """
         return dict(_NOTHING) if self.inner is None else self.inner.stats()
 
@@ -148,7 +148,7 @@ class Averaging:
             self.inner.load_state_dict(state, strict=strict)
 
     def detach(self) -> None:
-        """Leave gradients, and checkpoints, alone from now on. Idempotent; on all ranks between the same steps."""
+        """Stop averaging, and leave checkpoints alone. Idempotent; on all ranks between the same steps."""
         self._is_detached = True
         while self.on_detach:
             self.on_detach.pop()()
@@ -175,7 +175,7 @@ class Averaging:
         ranks, or a method that is no longer in use, left there are removed by rank 0.
 
         Args:
-            prefix: beginning of the file's name, which goes on with the numbers of this rank and of all ranks.
+            prefix: beginning of the file's name, followed by the numbers of this rank and of all ranks.
         """
         if self.carries_state:
             together(self._communicator, "save pycomm's state", lambda: self._save(path_of(folder), prefix))
@@ -317,9 +317,9 @@ def averaging_of(
         options: arguments for ``attach`` or ``pycomm.ddp.register``.
         whose: the function that was called, for messages.
     """
-    wrapper = uncompiled(model)  # whose names are those of the module that was compiled
+    wrapper = uncompiled(model)  # with the names of the module that was compiled
     if isinstance(wrapper, DistributedDataParallel):
-        check_options(options, REGISTER_OPTIONS, whose, "it goes with models that no DistributedDataParallel is around")
+        check_options(options, REGISTER_OPTIONS, whose, "it is for models without DistributedDataParallel")
         return Averaging(register(wrapper, loss_scaler=loss_scaler, optimizer=optimizer, **options))
     check_options(options, ATTACH_OPTIONS, whose)
     if not dist.is_initialized():

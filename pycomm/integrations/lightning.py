@@ -1,7 +1,7 @@
 """Lightning: strategies for its Trainer and for Fabric that let pycomm average gradients.
 
-The classes derive from those of ``lightning``. They derive from those of ``pytorch_lightning`` and ``lightning_fabric``
-if the script has imported only these, or only these are installed.
+The classes derive from classes of ``lightning``, or of ``pytorch_lightning`` and ``lightning_fabric`` if the script has
+imported only these, or only these are installed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PycommStrategy(_TrainerStrategy):
         accumulate: in manual optimization, number of backward passes per optimizer step, if above 1; in automatic
             optimization, leave it out.
         options: further arguments of :func:`pycomm.attach`, except ``process_group``, ``loss_scaler``, ``join`` and
-            ``shard``; and of ``DDPStrategy``, except those of DistributedDataParallel: ``process_group_backend``,
+            ``shard``; and of ``DDPStrategy``, except DistributedDataParallel's: ``process_group_backend``,
             ``cluster_environment``, ``checkpoint_io``, ``start_method`` and so on. ``timeout``, in seconds or as
             a ``timedelta``, is for both.
 
@@ -97,7 +97,7 @@ class PycommStrategy(_TrainerStrategy):
         theirs, self._attach_options = _split(_TrainerStrategy, options, type(self).__name__)
         if options.get("shard") is not None:
             raise ValueError(
-                f"shard is {options['shard']!r}, which does not go with Lightning's Trainer: its optimizers step with "
+                f"shard is {options['shard']!r}, which Lightning's Trainer cannot use: its optimizers step with "
                 "closures, for which ranks that step together would wait; use Fabric, or leave shard out"
             )
         self._attach_options["compression"] = compression
@@ -160,7 +160,7 @@ class PycommStrategy(_TrainerStrategy):
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimizers' state, and that of compression. Collective."""
+        """Load the state of the optimizers and of compression. Collective."""
         super().load_optimizer_state_dict(checkpoint)
         if self._resumed_from is not None:
             linked = os.path.realpath(self._resumed_from) if os.path.islink(self._resumed_from) else self._resumed_from
@@ -257,12 +257,12 @@ class _BackwardSyncControl:
 
 
 def _owner(optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]) -> torch.nn.Module:
-    """Return the one of ``modules`` that has all parameters of ``optimizer``; raise ValueError if none has."""
+    """Return the module among ``modules`` that has all parameters of ``optimizer``; raise ValueError if none has."""
     wanted = {id(param) for param in optimizer_parameters(optimizer)}
     for module in modules:
         if wanted <= {id(param) for param in module.parameters()}:
             return module
     raise ValueError(
-        f"optimizer is a {type(optimizer).__name__} whose parameters are not those of one module that was set up: call "
-        "fabric.setup(model, optimizer), or fabric.setup_module(model) before fabric.setup_optimizers(optimizer)"
+        f"optimizer is a {type(optimizer).__name__} whose parameters do not belong to one module that was set up: "
+        "call fabric.setup(model, optimizer), or fabric.setup_module(model) before fabric.setup_optimizers(optimizer)"
     )

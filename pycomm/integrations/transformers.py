@@ -85,8 +85,8 @@ class PycommCallback(_Callback):
         """Raise if the callback was added after training had begun."""
         if not self._trains:
             raise RuntimeError(
-                "PycommCallback was added after training had begun, when nothing can be averaged by it any more: give "
-                "it to Trainer(callbacks=[...]), or to add_callback before train()"
+                "PycommCallback was added after training had begun, too late to average anything: pass it to "
+                "Trainer(callbacks=[...]), or to add_callback before train()"
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -134,7 +134,7 @@ def _training() -> _Training:
         frame = frame.f_back
     if frame is None:
         raise RuntimeError(
-            "PycommCallback goes with Trainer.train, which has not called it: this Trainer has a train of its own. "
+            "PycommCallback works with Trainer.train, which has not called it: this Trainer has its own train. "
             "Leave PycommCallback out, and call pycomm.ddp.register(model) there, once DistributedDataParallel is "
             "around the model, or pycomm.attach(optimizer, model) without one"
         )
@@ -147,8 +147,8 @@ def _refuse_other_owners(trainer: Any) -> None:
     for attribute, name in _ELSEWHERE.items():
         if getattr(trainer, attribute, False):
             raise ValueError(
-                f"PycommCallback does not go with {name}, which averages gradients itself: train without {name}, or "
-                "leave the callback out; dist.init_process_group('pycomm') carries what FSDP sends"
+                f"PycommCallback cannot be combined with {name}, which averages gradients itself: train without "
+                f"{name}, or leave the callback out; dist.init_process_group('pycomm') carries what FSDP sends"
             )
 
 

@@ -74,7 +74,7 @@ def accumulate(
 def arguments_of(
     clip: float | None, acc: Any, residual: Any, momentum: Momentum | None, decay: Decay | None, finite: Any, scale: Any
 ) -> dict[str, Any]:
-    """Return the arguments that the extension's ``accumulate`` and ``sparsify`` share, besides the gradients."""
+    """Return the arguments that the extension's ``accumulate`` and ``sparsify`` share, except the gradients."""
     if momentum is not None:
         instance("momentum", momentum, Momentum)
     if decay is not None:

@@ -100,7 +100,7 @@ def accumulate_quantized(
         acc, residual, grads, scale, clip, momentum, decay: as for :func:`accumulate`; ``acc`` is float32.
         config: see :class:`Quantization`.
         parts: for each part, in order, the first element of ``acc`` and the end, then ``seed``, scales and codes as
-            for :func:`quantize`, which begins anew in each part.
+            for :func:`quantize`, which starts over in each part.
         keeps: leave the quantization errors in ``acc``. Otherwise what is in the parts has no meaning afterwards.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Registry of Reducers: finds the one of an optimizer, and the parameters that are averaged."""
+"""Registry of Reducers: finds an optimizer's Reducer, and the parameters that are averaged."""
 
 from __future__ import annotations
 

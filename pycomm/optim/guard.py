@@ -48,16 +48,16 @@ def training_alone() -> Iterator[None]:
 
 
 def permit(module: torch.nn.Module) -> None:
-    """Permit training of ``module``, which is averaged from now on, even if it is a copy of an attached one."""
+    """Permit training of ``module``, which is now averaged, even if it is a copy of an attached one."""
     for part in parts_of(module):
         _copies.discard(part)
 
 
 class HooksMark:
-    """Methods of ``hooks``, a dict of the hooks of ``module``, by which copies and pickles have none of pycomm's.
+    """Methods of ``hooks``, a dict of the hooks of ``module``, that keep pycomm's hooks out of copies and pickles.
 
-    So pickles load where the module's own do. Python looks for both methods in an object before its class, and torch's
-    dicts take attributes.
+    So pickles load without pycomm. Python looks for both methods in an object before its class, and torch's dicts
+    accept attributes.
 
     Args:
         notes: returns whether a copy of the module is to be noted, by the hooks that there are.
@@ -126,9 +126,9 @@ def is_around(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer) ->
 
 @functools.cache
 def guard_steps() -> None:
-    """Refuse to step copies, and call all watches, from now on.
+    """Install hooks that refuse to step copies, and call all watches.
 
-    These hooks stay: the garbage collector might take out those of one object while torch goes through them.
+    These hooks stay: the garbage collector might remove an object's hooks while torch iterates over them.
     """
 
     def hook(number: int) -> Callable[..., None]:
@@ -169,6 +169,6 @@ def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_in_ddp(param: torch.Tensor) -> bool:
-    """Return whether a DistributedDataParallel averages ``param``. Looks at every object, in place of an error."""
+    """Return whether a DistributedDataParallel averages ``param``. Searches all objects: only before an error."""
     found = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
     return any(each is param for ddp in found for each in parameters_of(ddp))

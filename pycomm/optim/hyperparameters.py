@@ -67,7 +67,7 @@ class Hyperparameters:
         ]
 
     def read(self) -> list[Numbers]:
-        """Read the numbers; return those of each group."""
+        """Read the numbers; return the numbers of each group."""
         self.refresh()
         return self.groups()
 
@@ -116,7 +116,7 @@ class Hyperparameters:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether ``value`` is a number, or a tuple of numbers. NaN is none: its hash is that of its address."""
+    """Return whether ``value`` is a number, or a tuple of numbers. NaN is not: its hash is its address's."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return isinstance(value, (bool, int, float)) and value == value
@@ -157,7 +157,7 @@ def require_equal_groups(
             "parameters into the same groups on all ranks"
         )
     raise ValueError(
-        f"the ranks' optimizers differ: {key!r} of parameter group {index}{whose} is {described}. Change it on all "
-        "ranks alike: by the same schedule, by a loss or progress that is averaged over the ranks, by a checkpoint "
-        f"that all load. If it is meant to differ, write {permitting.format(key)}"
+        f"the ranks' optimizers differ: {key!r} of parameter group {index}{whose} is {described}. Change it in "
+        "the same way on all ranks: by the same schedule, by a loss or progress that is averaged over the ranks, by a "
+        f"checkpoint that all load. If it is meant to differ, write {permitting.format(key)}"
     )

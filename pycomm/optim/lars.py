@@ -32,7 +32,7 @@ class LARS(LayerwiseOptimizer):
         trust_coefficient: eta.
         nesterov: use Nesterov momentum; requires a positive ``momentum``.
         exclude: parameters that take plain SGD steps without weight decay. "one_dimensional" (the
-            default): those of fewer than two dimensions, which are biases and the parameters of norm
+            default): parameters of fewer than two dimensions: biases, and the parameters of norm
             layers (give them a group with a smaller lr if the other lr is large); "all", for a group of
             such parameters; "none".
         maximize: maximize the objective instead of minimizing it.

@@ -36,7 +36,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def direction(self, group: Group, target: StepTarget) -> torch.Tensor:
-        """Return the tensor whose norm the step of ``target`` depends on, made by torch's operations.
+        """Return the tensor whose norm the step of ``target`` depends on, computed by torch's operations.
 
         This and :meth:`apply` are the reference that the kernels are compared with.
         """

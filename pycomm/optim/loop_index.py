@@ -58,7 +58,7 @@ class LoopIndex:
         self.accumulated = self.has_paused = False
 
     def note_step(self, slot: Gradient) -> None:
-        """Note that the optimizer has used the gradient of ``slot``, which stands for all: they are cleared alike."""
+        """Note that the optimizer has used the gradient of ``slot``, one for all: they are cleared together."""
         has_average = slot.owner.grad is not None and slot.holds_average()
         self._stepped = (slot, slot.grad_version()) if has_average else None
 

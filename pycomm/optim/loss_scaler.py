@@ -227,7 +227,7 @@ class LossScaler:
         """Load the state that :meth:`state_dict`, this one's or GradScaler's, returned.
 
         Raises:
-            RuntimeError: the state is empty, as that of a scaler that was not enabled.
+            RuntimeError: the state is empty, such as the state of a scaler that was not enabled.
             ValueError: a key is missing, or its value is not a number.
         """
         if not self._enabled:

@@ -131,7 +131,7 @@ class BatchSizeGrowth:
 
         lr_factor / batch_size == (1 / factor) ** r / initial
 
-    To combine it with :class:`WarmupLR`, which sets the lr anew in every step::
+    To combine it with :class:`WarmupLR`, which sets the lr in every step::
 
         optimizer.step()
         scheduler.step()

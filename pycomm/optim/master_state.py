@@ -73,7 +73,7 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
         self._away: set[torch.Tensor] = set()  # parameters whose masters lie in this rank's own memory
 
     def stamp_all(self) -> None:
-        """Take the parameters' present values for those of their masters."""
+        """Note the parameters' present values as the values of their masters."""
         for param in self:
             self._stamps[param] = _stamp(param)
 
@@ -106,7 +106,7 @@ class Masters(dict[torch.Tensor, torch.Tensor]):
             del self[param], self._stamps[param]
 
     def put(self, param: torch.Tensor, master: torch.Tensor) -> None:
-        """Take ``master``, in this rank's own memory, for that of ``param``, which may have been written to since."""
+        """Use ``master``, in this rank's own memory, as master of ``param``, which may have been written to since."""
         self[param], self._stamps[param] = master, (-1, -1, -1)
         self._away.add(param)
 

@@ -96,7 +96,7 @@ class MasterWeights(KernelStep):
         return self._masters.get(param, param)
 
     def masters(self, leaves_out: Callable[[torch.Tensor], bool] = lambda _: False) -> list[torch.Tensor]:
-        """Return the masters, updated by writes to their parameters, except those of parameters to leave out."""
+        """Return the masters, updated by writes to their parameters, except masters of parameters to leave out."""
         self._masters.refresh(self.partition)
         params = [param for param in optimizer_parameters(self.optimizer) if param in self._masters]
         return [self._masters[param] for param in params if not leaves_out(param)]  # in an order that all ranks have
@@ -154,7 +154,7 @@ class MasterWeights(KernelStep):
         self._after_step()
 
     def unscale(self, factor: Factor) -> None:
-        """Store gradients times ``factor`` in ``.grad`` of :meth:`parameters`; those of masters in float32."""
+        """Store gradients times ``factor`` in ``.grad`` of :meth:`parameters`; gradients of masters in float32."""
         self._masters.refresh(self.partition)
         for param in optimizer_parameters(self.optimizer):
             if param.grad is None:
@@ -188,7 +188,7 @@ class MasterWeights(KernelStep):
     def take_whole(self, completed: Callable[[dict[str, Any], torch.Tensor], dict[str, Any]] | None) -> None:
         super().take_whole(completed)
         for param, master in self._masters.items():
-            # If parts are lost, masters are made anew from the parameters.
+            # If parts are lost, masters are copied from the parameters again.
             made = param.detach().float() if completed is None else completed({KEY: master}, param)[KEY]
             self._masters[param] = made
 

@@ -176,7 +176,7 @@ _zero_grad_watches: weakref.WeakSet[ModuleZeroGradWatch] = weakref.WeakSet()
 
 @functools.cache
 def _watch_zero_grad() -> None:
-    """Call all watches from now on, in place of torch's method: one of an object would go into its copies."""
+    """Replace the method of torch's class so that it calls all watches: a method of one object would be copied."""
     call = torch.nn.Module.zero_grad
 
     @functools.wraps(call)
@@ -191,7 +191,7 @@ def _watch_zero_grad() -> None:
 class ZeroGradHook:
     """Hook that calls ``note()`` before ``optimizer.zero_grad()``, for which torch has no hooks.
 
-    It replaces the method of this object only. Copies and pickles of the optimizer use that of the class.
+    It replaces the method of this object only. Copies and pickles of the optimizer use the class's method.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, note: Callable[[], None]) -> None:

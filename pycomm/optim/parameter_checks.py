@@ -46,7 +46,7 @@ def refuse_overlaps(
         if {id(tensor), id(tied)} & ids:
             raise ValueError(
                 f"{name!r} and {other!r} are two tensors in the same memory (tied by .data, or views of one), and "
-                f"{call} takes each parameter by itself, which would part them: tie modules by one parameter object "
+                f"{call} takes each parameter alone, which would separate them: tie modules by one parameter object "
                 "(decoder.weight = encoder.weight)"
             )
 

@@ -43,7 +43,7 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def wrapper_of_unknown_step(optimizer: Any) -> str | None:
-    """Return the class of a proxy around an optimizer that is none of a trainer's: its step may do more than the inner.
+    """Return the class of a proxy that is not a known trainer's: its step may do more than the inner optimizer's.
 
     ``None`` if there is no such proxy. Example: pytorch_optimizer's Magma, which masks what the step has changed.
     """
@@ -66,10 +66,10 @@ def checked_optimizer(optimizer: Any, model: Any = None, call: str = "") -> torc
         raise TypeError(f"optimizer is a {type(inner).__name__}, wanted a torch.optim.Optimizer{swapped}")
     if not hasattr(inner, "_optimizer_step_pre_hooks"):
         raise TypeError(
-            f"optimizer is a {type(inner).__name__} whose __init__ has not called that of torch.optim.Optimizer, so it "
-            "has no hooks: call super().__init__(params, defaults), or pass the optimizer that it wraps. If it first "
-            "rewrites .grad (per-sample clipping), have backward() and that inside `with reducer.paused():`, then call "
-            "reducer.reduce(), and step() of the inner one"
+            f"optimizer is a {type(inner).__name__} whose __init__ has not called torch.optim.Optimizer.__init__, so "
+            "it has no hooks: call super().__init__(params, defaults), or pass the optimizer that it wraps. If it "
+            "rewrites .grad first (per-sample clipping), do so, and backward(), inside `with reducer.paused():`, then "
+            "call reducer.reduce(), and step() of the inner optimizer"
         )
     return inner
 

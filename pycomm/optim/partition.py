@@ -60,8 +60,8 @@ class Partition(Protocol):
     ) -> AbstractContextManager[bool]:
         """Return a context for a step, which yields whether it is taken; if any rank skips it, it is not. Collective.
 
-        ``factor`` is that of the gradients, which ranks compare. Inside, all ranks write to each other's parameters;
-        none leaves before all are done.
+        ``factor``: the gradients' factor, which ranks compare. Inside, all ranks write to each other's parameters;
+        no rank leaves before all are done.
         """
 
     def writing(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:

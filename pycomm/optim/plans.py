@@ -51,7 +51,7 @@ class Scratches(dict[str, kernels.Scratch]):
 class PartKey(NamedTuple):
     """Properties that targets of the same kernel calls share; ``kind`` is the rule's.
 
-    ``turn``: 0, or one more than that of an earlier target with the same memory (parameters tied by ``.data``).
+    ``turn``: 0, or one more than the turn of an earlier target with the same memory (parameters tied by ``.data``).
     """
 
     dtype: torch.dtype
@@ -148,7 +148,7 @@ class Step:
     partition: Partition | None = None
 
     def settings(self, group: Group) -> Hashable:
-        """Return the settings that a plan of ``group`` depends on, besides its tensors."""
+        """Return the settings that a plan of ``group`` depends on, in addition to its tensors."""
         partition = self.partition
         shared = None if partition is None else ref(partition)
         exclude, count = group.get("exclude"), len(group["params"])
@@ -197,7 +197,7 @@ class StepPlan:
         return prepared if remembered else None
 
     def _addresses(self, step: Step, group: Group) -> list[int]:
-        """Return where the state lies that only other ranks step: arrays of it are empty here, and show no change."""
+        """Return the addresses of state that only other ranks step: its arrays are empty here, and show no change."""
         keys = [key for key in step.rule.keys(group) if key is not None]
         entries = [step.optimizer.state.get(group["params"][index], {}) for index in self._others]
         found = [entry.get(key) for entry in entries for key in keys]
@@ -337,7 +337,7 @@ def step_by_rule(
         grads: gradients to use instead of ``.grad``, by parameter.
         partition: partition of the step over ranks; requires a context of :meth:`Partition.step`.
 
-    Norms of DTensors, and those of a partition, are of whole parameters: one message for all of them, collective over
+    Norms of DTensors, and norms under a partition, are of whole parameters: one message for all, collective over
     the ranks that have parts.
     """
     memory = _memories.get(optimizer)
@@ -371,7 +371,7 @@ _AddUp = Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
 
 
 def _add_up(measured: list[_Measured], add_up: _AddUp) -> None:
-    """Replace the squares of this rank's parts by those of whole parameters. Collective."""
+    """Replace the squares of this rank's parts by the squares of whole parameters. Collective."""
     places = [
         (squares, i, plan.params[i] if plan.params else [])
         for plan, _, _, squares in measured

@@ -116,7 +116,7 @@ def _from_all(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def matched(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Return ``grad`` with the placements of ``param``; a pending sum is reduced, as in FSDP2.
 
-    A replicated parameter has such gradients if each rank has a part of the activations only, as the weight of a norm
+    A replicated parameter has such gradients if each rank has a part of the activations only, like the weight of a norm
     under ``SequenceParallel``. Collective over the parameter's mesh if the placements differ.
     """
     if not is_dtensor(param) or not is_dtensor(grad) or grad.placements == param.placements:

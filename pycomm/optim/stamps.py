@@ -25,7 +25,7 @@ class Stamp:
         self._versions = versions_of(self._tensors)
 
     def changed(self, now: Sequence[torch.Tensor | None] | None = None) -> list[int]:
-        """Return the indices of those written to, or replaced where others are there ``now``."""
+        """Return the indices of tensors that were written to, or replaced by others in ``now``."""
         there = self._tensors if now is None else now
         versions = versions_of(there)
         if versions == self._versions and all(map(operator.is_, there, self._tensors)):
@@ -34,5 +34,5 @@ class Stamp:
         return [i for i, (a, b, version, before) in enumerate(each) if a is not b or version != before]
 
     def has(self, index: int, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` was the one of this ``index``."""
+        """Return whether ``tensor`` was the tensor at ``index``."""
         return self._tensors[index] is tensor

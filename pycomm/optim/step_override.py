@@ -51,7 +51,7 @@ class Stepper:
         """Drop all pending state, as the step will not be taken."""
 
     def masters(self, leaves_out: Callable[[torch.Tensor], bool] = lambda _: False) -> list[torch.Tensor]:
-        """Return the masters, updated by writes to their parameters, except those of parameters to leave out."""
+        """Return the masters, updated by writes to their parameters, except masters of parameters to leave out."""
         return []
 
     def restore(self) -> None:

@@ -33,7 +33,7 @@ class UnscaledGradients:
         self._hashes: dict[torch.Tensor, int] = {}
 
     def put(self, param: torch.Tensor, master: torch.Tensor, grad: torch.Tensor, source: torch.Tensor) -> None:
-        """Make ``grad``, which is computed from ``source``, that of ``master``; :meth:`seal` after the last one."""
+        """Set the gradient of ``master`` to ``grad``, computed from ``source``; :meth:`seal` after the last one."""
         master.grad = grad
         self._entries[param] = _Unscaled(master, Stamp([grad]), source, Stamp([source]))
 
@@ -54,14 +54,14 @@ class UnscaledGradients:
             is_written = any(value != self._hashes[param] for param, value in _hashes_of(found).items())
         if is_written:
             raise RuntimeError(
-                "the gradient of a half-precision parameter was written to after unscale_(): steps use that of its "
-                "master, in MasterWeights.parameters()"
+                "the gradient of a half-precision parameter was written to after unscale_(): steps use the "
+                "gradient of its master, in MasterWeights.parameters()"
             )
         grads = {param: grad for param, entry in found.items() if (grad := entry.master.grad) is not None}
         if len(grads) < len(found):
             raise RuntimeError(
-                "the gradient of a master was removed after unscale_(): to leave a parameter out, remove that of the "
-                "half-precision parameter, too"
+                "the gradient of a master was removed after unscale_(): to leave a parameter out, remove the "
+                "gradient of the half-precision parameter, too"
             )
         return grads
 

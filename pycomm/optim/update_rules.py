@@ -50,7 +50,7 @@ def _adam(group: Group, part: PlanPart, scaling: PackScaling, decoupled: bool = 
 def _moments(group: Group, part: PlanPart) -> kernels.Moments:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     bias_correction = bool(group.get("bias_correction", True))
-    # Kernels that count steps correct the bias by their own count, whatever is given here.
+    # Kernels that count steps correct the bias by their own count, whatever is passed here.
     return kernels.Moments((beta1, beta2), float(group["eps"]), part.arrays.taken or 1, bias_correction)
 
 

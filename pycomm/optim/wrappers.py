@@ -68,7 +68,7 @@ def _message(kind: str, name: str, outer: torch.nn.Module | None) -> str:
     if "accelerate" in sys.modules:
         advice += "; with Accelerate, pycomm.integrations.accelerate.attach does what suits the model"
     if any(name.split(".")[0] in ("lightning", "lightning_fabric") for name in sys.modules):
-        advice += "; with Lightning or Fabric, take a strategy of pycomm.integrations.lightning"
+        advice += "; with Lightning or Fabric, use a strategy of pycomm.integrations.lightning"
     return (
         f"parameter {name!r} belongs to a {short}{inside}, which {_WRAPPERS[kind]}: with pycomm on the same parameters "
         f"gradients would be wrong. {advice[0].upper()}{advice[1:]}"

@@ -180,6 +180,6 @@ def _role(key: str) -> str:
 
 
 def _other_tensors(module: nn.Module) -> list[str]:
-    """Return the parameters of a module's forward, besides the first, that may be tensors: masks and the like."""
+    """Return the parameters of a module's forward, after the first, that may be tensors: masks and the like."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[2:]  # without self
     return [each.name for each in parameters if each.default in (None, inspect.Parameter.empty) and each.kind < 4]

@@ -39,7 +39,7 @@ class Branches(nn.Module):
         group: a group, a one-dimensional ``DeviceMesh``, or ``None`` for the default group.
         combine: "list": return all branches' outputs, of any shapes, in a tuple; "concatenate": one after the other
             along ``dim``; "sum": their sum; "own": return only this rank's, for branches with losses of their own
-            (each rank differentiates its own loss then, and gradients are those of the sum).
+            (each rank then differentiates its own loss, and gradients are taken of the sum of these).
         dim: dimension for "concatenate".
 
     Attributes:
@@ -163,7 +163,7 @@ def _has_gradient(x: Any) -> bool:
 def _checked(make_branches: Any, combine: Any, dim: Any, ranks: int) -> list[Callable[[], nn.Module]]:
     """Return ``make_branches`` as a list. Raises TypeError or ValueError if an argument of Branches is wrong."""
     if not isinstance(make_branches, Sequence) or not all(callable(make) for make in make_branches):
-        raise TypeError("make_branches is no sequence of functions without arguments")
+        raise TypeError("make_branches is not a sequence of functions without arguments")
     if len(make_branches) != ranks:
         raise ValueError(f"make_branches has {len(make_branches)} branches, wanted one for each of {ranks} ranks")
     if not isinstance(combine, str) or combine not in _COMBINATIONS:

@@ -31,8 +31,8 @@ class Route:
     Attributes:
         incoming: values that the stage receives from the one before it, in order.
         outgoing: values that it sends to the one after it, in order; empty for the last stage.
-        arguments: those of ``incoming`` that its module takes by position.
-        keywords: those that it takes by keyword.
+        arguments: values in ``incoming`` that its module takes by position.
+        keywords: values that it takes by keyword.
         outputs: names of what its module returns; empty if that is the result of the whole model.
     """
 
@@ -61,9 +61,9 @@ def routes(
     for stage, taken in enumerate(takes):
         for _, value in taken:
             if value[0] != -1 and value not in given:
-                raise ValueError(f"stage {stage} takes {value[1]!r}, which no stage before it gives")
+                raise ValueError(f"stage {stage} takes {value[1]!r}, which no earlier stage passes on")
             if given.get(value, -1) >= stage:
-                raise ValueError(f"stage {stage} takes {value[1]!r}, which only stage {given[value]} gives")
+                raise ValueError(f"stage {stage} takes {value[1]!r}, which only stage {given[value]} passes on")
             last[value] = stage
     order = sorted(last, key=lambda value: (given.get(value, -1), value[1]))
     made = []
@@ -85,7 +85,7 @@ def routes(
 
 
 def chain(num_stages: int, skips: Iterable[Skip]) -> list[Route]:
-    """Return the routes of stages that pass one tensor from each to the next, and ``skips`` besides."""
+    """Return the routes of stages that pass one tensor from each to the next, and also ``skips``."""
     takes: list[list[tuple[str | None, Value]]] = [[(None, (stage - 1, "output"))] for stage in range(num_stages)]
     gives: list[list[Value]] = [[(stage, "output")] for stage in range(num_stages)]
     source_of: dict[str, int] = {}
@@ -96,7 +96,7 @@ def chain(num_stages: int, skips: Iterable[Skip]) -> list[Route]:
             )
         first = source_of.setdefault(name, source)
         if first != source:
-            raise ValueError(f"tensor {name!r} is given by stage {first} and by stage {source}, wanted one of them")
+            raise ValueError(f"tensor {name!r} is passed on by stage {first} and by stage {source}, wanted one of them")
         if (source, name) not in gives[source]:
             gives[source].append((source, name))
         takes[target].append((name, (source, name)))
@@ -142,7 +142,7 @@ class Routed(nn.Module):
         return out if len(out) > 1 else out[0]
 
     def _named(self, result: Any) -> dict[Value, torch.Tensor]:
-        """Return what the module has given, by name."""
+        """Return the tensors that the module has returned, by name."""
         outputs = self._route.outputs
         skips = [value for value in outputs if value[1] != "output"]
         if outputs and outputs[0][1] == "output" and skips:
@@ -150,7 +150,7 @@ class Routed(nn.Module):
                 raise TypeError(f"stage {self._stage} returned {_kind(result)}, wanted (output, {{name: tensor}})")
             wanted, got = {value[1] for value in skips}, set(result[1])
             if wanted != got:
-                raise ValueError(f"stage {self._stage} gives {sorted(map(str, got))}, wanted {sorted(wanted)}")
+                raise ValueError(f"stage {self._stage} returned {sorted(map(str, got))}, wanted {sorted(wanted)}")
             return {outputs[0]: result[0], **{value: result[1][value[1]] for value in skips}}
         values = result if isinstance(result, tuple) else (result,)
         if len(values) != len(outputs):
@@ -186,7 +186,7 @@ def cut(
             ``train()`` or ``eval()`` to the other mode raises a RuntimeError.
 
     Returns:
-        A module per stage. In those of an ``nn.Sequential`` parameters have the names that they have in the model.
+        A module per stage. Cut from an ``nn.Sequential``, their parameters keep the names from the model.
 
     Raises:
         ValueError: a name is unknown, is missing, or is not where the model runs it; a parameter is used by two
@@ -200,7 +200,7 @@ def cut(
         made = _by_tracing(model, stages, example if isinstance(example, tuple) else (example,))
     else:
         raise ValueError(
-            f"model is {type(model).__name__}, no nn.Sequential: the order in which it runs its modules is known only "
+            f"model is {type(model).__name__}, not nn.Sequential: the order in which it runs its modules is known only "
             "from tracing it, for which cut() requires an example, the inputs of one microbatch"
         )
     require_parameters_apart(dict(enumerate(made)))
@@ -242,7 +242,7 @@ def _by_structure(model: nn.Sequential, stages: Sequence[Sequence[str]]) -> list
             try:
                 module = model.get_submodule(name)
             except AttributeError:
-                raise ValueError(f"stage {number} has a module {name!r}, which the model has not") from None
+                raise ValueError(f"stage {number} has a module {name!r}, which is not in the model") from None
             mine += _leaves(module, name)
         run = order[position : position + len(mine)]
         if mine != run:
@@ -274,7 +274,7 @@ def _by_tracing(
     for number, names in enumerate(stages):
         unknown = next((name for name in names if name not in known), None)
         if unknown is not None:
-            raise ValueError(f"stage {number} has a module {unknown!r}, which the model has not")
+            raise ValueError(f"stage {number} has a module {unknown!r}, which is not in the model")
     _require_untied(model)
     begins = {names[0]: SplitPoint.BEGINNING for names in stages[1:]}
     try:
@@ -284,7 +284,7 @@ def _by_tracing(
     except Exception as error:  # tracing runs the model's own code
         raise ValueError(f"model {type(model).__name__} cannot be traced: {error}") from error
     if pipe.num_stages != len(stages):
-        raise ValueError(f"the model came apart into {pipe.num_stages} stages, wanted {len(stages)}")
+        raise ValueError(f"tracing cut the model into {pipe.num_stages} stages, wanted {len(stages)}")
     made = routes(*_flow(pipe.split_gm.graph))
     mode = model.training if any(isinstance(module, _OTHERWISE_IN_TRAINING) for module in model.modules()) else None
     return [Routed(pipe.get_stage_module(number), route, number, mode) for number, route in enumerate(made)]
@@ -296,7 +296,7 @@ def _require_untied(model: nn.Module) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(parameter), name)
         if first != name:
-            raise ValueError(f"parameter {name!r} is {first!r}, too: stages could not share it, untie them")
+            raise ValueError(f"parameter {name!r} is the same as {first!r}: stages cannot share it, so untie the two")
 
 
 def _flow(graph: Any) -> tuple[list[Value], list[list[tuple[str | None, Value]]], list[list[Value]]]:

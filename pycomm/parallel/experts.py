@@ -113,7 +113,7 @@ def route(experts: torch.Tensor, counts: torch.Tensor, rank: int, capacity: int)
 
 
 class ExpertsOutput(NamedTuple):
-    """What a layer of experts returns.
+    """Result of a layer of experts.
 
     Attributes:
         output: of the input's shape, but for the last dimension if experts change it.
@@ -133,11 +133,11 @@ class Experts(nn.Module):
     The layer of Shazeer et al. (arXiv:1701.06538) with the gate of Lepikhin et al., "GShard" (arXiv:2006.16668, section
     2.2): a softmax over all experts; each token goes to the best ``top_k``. An expert takes at most ``capacity_factor``
     times its fair share of all ranks' tokens, in the order of choices, ranks and tokens; the other tokens contribute
-    zero. The auxiliary loss is that of Fedus et al., "Switch Transformers" (arXiv:2101.03961, section 2.2): experts x
+    zero. The auxiliary loss is as in Fedus et al., "Switch Transformers" (arXiv:2101.03961, section 2.2): experts x
     sum over experts of (fraction of first choices x mean probability), which is 1 for an even distribution. Tokens
     travel by two uneven all-to-alls; each rank may have any number of them.
 
-    The result is that of one process with all experts and all tokens, for any number of ranks. Construction and calls
+    The result equals one process with all experts and all tokens, for any number of ranks. Construction and calls
     are collective over the group. The ranks of the group have different data. So average the gradients of experts over
     the ranks with the same experts, and all other gradients over all ranks::
 
@@ -158,8 +158,8 @@ class Experts(nn.Module):
         group: a group, a one-dimensional ``DeviceMesh`` (``mesh["ep"]``), or ``None`` for the default group.
         top_k: number of experts for each token.
         capacity_factor: limit of an expert's tokens, in multiples of its fair share; ``None`` for no limit.
-        average: whether experts' gradients are divided by the number of ranks of the group, as those of other
-            parameters are by averaging. Otherwise they are those of the sum of the ranks' losses.
+        average: whether experts' gradients are divided by the number of ranks of the group, as averaging does
+            for other parameters. Otherwise they are gradients of the sum of the ranks' losses.
 
     Attributes:
         gate: Linear without bias that gives the logits; must be equal on all ranks (``attach`` ensures this).
@@ -274,7 +274,7 @@ class Experts(nn.Module):
 def parameters_by_group(
     model: nn.Module,
 ) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """Return the parameters of ``model`` with their names: those that all ranks have, and those of experts.
+    """Return the parameters of ``model`` with their names: the ones that all ranks have, then the experts'.
 
     The recipe for the two optimizers and averages is in :class:`Experts`.
     """

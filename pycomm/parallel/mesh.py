@@ -27,7 +27,7 @@ GroupLike = dist.ProcessGroup | DeviceMesh | None
 
 _T = TypeVar("_T")
 
-_WORDS = Words(differ="the ranks would not {what} alike: rank 0 has {there!r}, rank {rank} {here!r}", shares_lost=True)
+_WORDS = Words(differ="the ranks differ on how to {what}: rank 0 has {there!r}, rank {rank} {here!r}", shares_lost=True)
 
 
 def group_along(mesh: GroupLike, dimension: str) -> dist.ProcessGroup:
@@ -125,8 +125,8 @@ def mesh(
 
     Collective over all ranks. The dimensions are ordered pp, dp, ep, tp from the outermost to the innermost,
     whatever the order of the arguments, and each has groups on the default group's backend. Ranks are placed host by
-    host, so that the ranks of a tp group share a host, and those of an ep group do if hosts have room for whole groups.
-    For split layers communicate several times each, stages and replicas once per step.
+    host, so that the ranks of a tp group share a host; so do an ep group's ranks if hosts have room for whole groups.
+    This is because each split layer communicates several times per step, but stages and replicas only once.
 
         mesh = pycomm.parallel.mesh(dp=2, tp=2)
         pycomm.parallel.split(model, mesh, "auto")
@@ -212,7 +212,7 @@ def _rows(mesh: Any, dimensions: Sequence[str]) -> list[list[int]]:
     names = mesh.mesh_dim_names or ()
     for name in dimensions:
         if name not in names or dimensions.count(name) > 1:
-            raise ValueError(f"dimension {name!r} was wanted once, of a mesh with {', '.join(names) or 'no names'}")
+            raise ValueError(f"dimensions are {list(dimensions)}, wanted different ones of the mesh's: {list(names)}")
     if not dimensions:
         raise ValueError(f"no dimension was given, wanted some of {', '.join(names)}")
     chosen = [names.index(name) for name in dimensions]

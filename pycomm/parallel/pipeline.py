@@ -45,7 +45,7 @@ class Pipeline:
     torch's runtime executes it. Messages have tags, so that they may arrive in any order, and the backend "pycomm"
     buffers them: a rank that sends continues at once.
 
-    Gradients are those of the mean of the microbatches' losses. With :func:`pycomm.attach` they are averaged over the
+    Gradients are taken of the mean of the microbatches' losses. With :func:`pycomm.attach` they are averaged over the
     data-parallel group once, after all microbatches; ``Reducer.clip_grad_norm`` clips by the norm over all stages, and
     if a gradient is not finite on one of them, scalers skip the step on all. Apply a loss scale inside ``loss``, whose
     result is then scaled, too.
@@ -59,7 +59,7 @@ class Pipeline:
         loss: function of the last stage's output and the targets of a microbatch; its result is the mean loss.
             ``None``: only :meth:`evaluate` can be used.
         skips: skip connections to later stages than the next: ``("features", 0, 3)``. The module of stage 0 then
-            returns ``(output, {"features": tensor})``, and that of stage 3 is called with ``features=tensor``.
+            returns ``(output, {"features": tensor})``, and stage 3's module is called with ``features=tensor``.
 
     Attributes:
         table: the table.
@@ -236,7 +236,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Report an error inside to the other ranks. Messages of the step may still be under way then."""
+        """Report an error in the block to the other ranks. Messages of the step may still be under way then."""
         try:
             yield
         except BaseException as error:
@@ -294,7 +294,7 @@ class _Prepared:
         if table.num_ranks != ranks:
             raise ValueError(f"the table {table.name} is for {table.num_ranks} ranks, the group has {ranks}")
         if self._whole is not None and self._whole != table.num_stages:
-            raise ValueError(f"stages has {self._whole} modules, the table {table.name} {table.num_stages} stages")
+            raise ValueError(f"stages has {self._whole} modules, the table {table.name} has {table.num_stages} stages")
         return table
 
     def routed(self, number: int) -> nn.Module:

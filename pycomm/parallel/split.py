@@ -121,7 +121,7 @@ def _checked(model: Any, devices: int, plan: Any) -> Styles:
     for name, style in styles.items():
         module = model.get_submodule(name)
         if uses[id(module)] > 1:
-            raise ValueError(f"module {name!r} is in the model {uses[id(module)]} times, which is not split")
+            raise ValueError(f"module {name!r} is in the model {uses[id(module)]} times: it cannot be split")
         if any(isinstance(param, DTensor) for param in module.parameters()):
             raise ValueError(f"module {name!r} is split already")
         if isinstance(style, str):

@@ -191,7 +191,7 @@ def parallel_style(module: nn.Module, style: str, layout: str, devices: int) -> 
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placements: dict[str, Placement]) -> None:
-    """Put DTensors in the place of parameters; those of the group's first rank are copied to all."""
+    """Put DTensors in the place of parameters; the first rank's values are copied to the whole group."""
     for name, placement in placements.items():
         param = cast(nn.Parameter | None, getattr(module, name))
         if param is not None:
@@ -385,7 +385,7 @@ _SEQUENCE: dict[type, Any] = {nn.LayerNorm: SequenceLayerNorm, nn.RMSNorm: Seque
 
 
 def check_module(model: nn.Module, name: str, style: str, devices: int) -> None:
-    """Raise ValueError, naming the module, unless it can be split in this style over so many devices."""
+    """Raise ValueError, naming the module, unless it can be split in this style over this number of devices."""
     module = model.get_submodule(name)
     owner = _owner(model, name)
     if owner is not None:
@@ -395,14 +395,14 @@ def check_module(model: nn.Module, name: str, style: str, devices: int) -> None:
         wanted = ", ".join(each.__name__ for each in _FIT[style])
         raise ValueError(f"module {name!r} is a {kind}, which {style!r} does not fit: wanted one of {wanted}")
     if isinstance(module, CONVOLUTIONS + NORMS) and type(module) not in CONVOLUTIONS + NORMS:
-        raise ValueError(f"module {name!r} is a {kind} with a forward of its own, which is not split")
+        raise ValueError(f"module {name!r} is a {kind} with a forward of its own: it cannot be split")
     if parametrize.is_parametrized(module):
-        raise ValueError(f"module {name!r} is parametrized: what its parameters become is not split")
+        raise ValueError(f"module {name!r} is parametrized: it cannot be split")
     _check_sizes(name, module, style, devices)
 
 
 def unfit(model: nn.Module, name: str, style: str, devices: int) -> str:
-    """Return why a module cannot be split so; an empty text if it can."""
+    """Return why :func:`check_module` refuses a module; an empty text if it does not."""
     try:
         check_module(model, name, style, devices)
     except ValueError as error:
@@ -434,7 +434,7 @@ def _check_sizes(name: str, module: nn.Module, style: str, devices: int) -> None
             raise ValueError(f"module {name!r} is {module}, wanted a norm with a weight, over the last dimension alone")
         return
     if style == "vocabulary" and isinstance(module, nn.Embedding) and _looks_entries_up_otherwise(module):
-        raise ValueError(f"module {name!r} has a padding_idx, max_norm or sparse gradients, which is not split")
+        raise ValueError(f"module {name!r} has a padding_idx, max_norm or sparse gradients: it cannot be split")
     what, size = _divided(module, style)
     if style != "vocabulary" and size % devices:
         raise ValueError(f"module {name!r} has {size} {what}, which {devices} devices cannot share evenly")

@@ -110,7 +110,7 @@ class Network:
         try:
             data = untrusted.parse(text, untrusted.ANYTHING, "it")
         except ValueError as error:
-            raise ValueError(f"{source} is no JSON: {error}") from None
+            raise ValueError(f"{source} is not JSON: {error}") from None
         try:
             return _from_dict(data)
         except ValueError as error:
@@ -227,7 +227,7 @@ def load(network: Network | str | os.PathLike[str] | None) -> Network:
 
 
 def _text_of(path: str | os.PathLike[str]) -> str:
-    """Return the text of a regular file; a pipe or a device might block the reader for ever."""
+    """Return the text of a regular file; a pipe or a device might block the reader forever."""
     try:
         return untrusted.read_file(os.fspath(path), most=_LARGEST_FILE).decode()
     except (OSError, ValueError) as error:

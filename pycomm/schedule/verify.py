@@ -70,7 +70,7 @@ def verify(schedule: Table | Mixing, exact: bool | None = None, seed: int = 0) -
     except ScheduleError:
         raise
     except Exception as error:  # strange objects, and sizes, may raise anything
-        raise ScheduleError(f"this is no table that can be verified: {told(error)}") from None
+        raise ScheduleError(f"this is not a table that can be verified: {told(error)}") from None
 
 
 def _verify(schedule: Table | Mixing, exact: bool | None, seed: int) -> None:
@@ -106,7 +106,7 @@ def size_of(schedule: Any, name: str) -> int:
         size = int(value)
         whole = size == value
     except Exception as error:
-        raise ScheduleError(f"{name} cannot be had: {error!r}") from error
+        raise ScheduleError(f"{name} cannot be read: {error!r}") from error
     if not whole or size < 1:
         raise ScheduleError(f"{name} is {value!r}, wanted a whole number of at least 1")
     return size
@@ -195,7 +195,7 @@ def _checked(edges: Any, number: int, num_ranks: int, num_chunks: int) -> Round:
     _refuse(r, number, r.count < 1, "count is less than 1")
     # Not chunk + count, which could overflow.
     _refuse(r, number, r.count > num_chunks - r.chunk, f"chunk + count is beyond the {num_chunks} chunks")
-    _refuse(r, number, r.src == r.dst, "a rank sends to itself, and would wait for itself forever")
+    _refuse(r, number, r.src == r.dst, "a rank sends to itself, and would wait forever")
     return r
 
 
@@ -315,7 +315,7 @@ def _verify_mixing(schedule: Any, num_ranks: int, num_chunks: int) -> None:
     if not state.all():
         i, j = np.argwhere(state == 0)[0]
         within = f"within {num_ranks} turns, as many as there are ranks"
-        raise ScheduleError(f"by these weights rank {i} never hears of rank {j}: not {within}")
+        raise ScheduleError(f"with these weights rank {i} never hears of rank {j}: not {within}")
 
 
 def _checked_mixing(given: Any, number: int, num_ranks: int, doubly: bool) -> Round:

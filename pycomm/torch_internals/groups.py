@@ -21,7 +21,7 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 def keeps_python_works() -> bool:
     """Return whether C++ that waits for a ``Work`` made in Python keeps the Python object.
 
-    torch 2.4 does not: the methods are gone with the object, and DistributedDataParallel waits for ever. Releases
+    torch 2.4 does not: the methods are gone with the object, and DistributedDataParallel waits forever. Releases
     between it and 2.13 were not tried.
     """
     major, minor = torch.__version__.split(".")[:2]
@@ -78,7 +78,7 @@ def make_process_group(
 ) -> dist.ProcessGroup:
     """Make a group called ``name`` of the global ``ranks``, which meet in ``store``. Collective among them.
 
-    ``timeout`` is that of its operations, ``patience`` that of the meeting.
+    ``timeout`` limits its operations, ``patience`` the meeting.
 
     ``torch.distributed.new_group(..., use_local_synchronization=True)`` is the public function for a group
     that only its members create. It derives the name from the number of groups that the process has: a

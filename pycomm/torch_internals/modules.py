@@ -90,7 +90,7 @@ class Places:
 
 
 def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
-    """Return the buffers of ``module`` itself, without those of its children, by name."""
+    """Return the buffers of ``module`` itself, without its children's, by name."""
     return module._buffers
 
 
@@ -130,9 +130,9 @@ def _plain(part: torch.nn.Module | None, name: str) -> str:
 
 
 def renamed(saved: Mapping[str, T], here: Iterable[str]) -> dict[str, T]:
-    """Return what was ``saved``, perhaps in other wrappers, by the names ``here``; what has none keeps its own.
+    """Return what was ``saved``, perhaps in other wrappers, by the names ``here``; names without a match stay.
 
-    A name stands for itself, or else for the only one here that is the same but for words that wrappers add.
+    A saved name matches the same name or, if that is not here, the only one that differs just by words of wrappers.
     """
 
     def bare(name: str) -> str:
@@ -195,7 +195,7 @@ class _NotedCall:
 
 
 def called_parts(module: torch.nn.Module, prefix: str = "") -> list[tuple[str, torch.nn.Module]]:
-    """Return the children of ``module`` with their names, and those of its lists and dicts, which nobody calls.
+    """Return the named children of ``module``; instead of lists and dicts, which nobody calls, their children.
 
     Modules of TorchScript, which take no hooks, are left out.
     """

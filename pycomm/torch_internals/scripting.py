@@ -24,7 +24,7 @@ def leave_out_of_scripts(kind: type) -> None:
     """Let ``torch.jit.script`` pass over hooks of modules' forward that are of class ``kind``.
 
     It compiles all hooks that it finds, and hooks cannot opt out: ``torch.jit.ignore`` and ``unused`` are for methods
-    and functions. It also caches the types of modules, with references to the hooks, for ever.
+    and functions. It also caches the types of modules, with references to the hooks, forever.
     """
     _watch_scripts()
     _left_out.add(kind)

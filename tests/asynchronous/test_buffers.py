@@ -85,6 +85,11 @@ def check(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(buffer, wanted[name], rtol=atol, atol=atol)
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "train a model with buffers",
+    'Each rank keeps its own. `buffers="average"` makes them equal.',
+)
 @pytest.mark.parametrize("kind", MEETINGS)
 @on_ranks(3, timeout=TIMEOUT)
 def test_statistics_are_the_mean_of_all_ranks_after_each_meeting(kind: str) -> None:

@@ -49,6 +49,11 @@ def scaler_of(kind: str) -> Any:
     return pycomm.LossScaler(2.0**8) if kind == "own" else torch.amp.GradScaler("cpu", 2.0**8)
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "let a scaler skip a step on one rank",
+    "The skipped step counts: all ranks average after equally many batches.",
+)
 @pytest.mark.parametrize("kind", ["own", "torch"])
 @pytest.mark.parametrize("bad", [3, 7], ids=["between meetings", "the step of a meeting"])
 @on_ranks(2, timeout=TIMEOUT, fresh=True)
@@ -84,6 +89,11 @@ def leave_out_the_step(model: Any, optimizer: Any) -> None:
 LEFT_OUT: list[Callable[[Any, Any], None]] = [leave_out_after_forward, leave_out_after_zero_grad, leave_out_the_step]
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "skip a batch on one rank",
+    "Error when it next averages with others; `skip_step()` declares it.",
+)
 @pytest.mark.parametrize("leave_out", LEFT_OUT)
 @pytest.mark.parametrize("delay", [0, 2])
 @on_ranks(2, timeout=TIMEOUT, fresh=True)
@@ -115,6 +125,9 @@ def test_a_batch_that_is_left_out_on_purpose_counts() -> None:
         handle.detach()
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers", "take different numbers of steps", "Error at the next averaging."
+)
 @on_ranks(2, timeout=TIMEOUT, fresh=True)
 def test_meetings_after_different_numbers_of_steps_are_an_error() -> None:
     model, optimizer, handle = begin()
@@ -125,6 +138,11 @@ def test_meetings_after_different_numbers_of_steps_are_an_error() -> None:
     handle.detach()
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "`the ranks' optimizers differ: ... of parameter group ... is ...`",
+    'Causes: a schedule by the local loss, a checkpoint on one rank, a skipped step. If intended: `per_rank=("lr",)`.',
+)
 @on_ranks(2, timeout=TIMEOUT, fresh=True)
 def test_other_learning_rates_are_an_error_unless_declared() -> None:
     for options in ({}, {"per_rank": ("lr",)}):
@@ -280,10 +298,10 @@ def by_hand(model: Any, optimizer: Any) -> Any:
 
 
 CHANGES = {
-    "replaced": (replace, "'0.weight' of the module is another one.*call [a-z]*_sgd", 1),
-    "replaced in the module": (replace_in_the_module, "'0.weight' of the module is another one", 1),
-    "exchanged": (exchange, "'0.weight' of the module is another one", 1),
-    "assigned, new optimizer": (assign, "'0.weight' of the module is another one.*call [a-z]*_sgd", 1),
+    "replaced": (replace, "'0.weight' of the module is not the parameter.*call [a-z]*_sgd", 1),
+    "replaced in the module": (replace_in_the_module, "'0.weight' of the module is not the parameter", 1),
+    "exchanged": (exchange, "'0.weight' of the module is not the parameter", 1),
+    "assigned, new optimizer": (assign, "'0.weight' of the module is not the parameter.*call [a-z]*_sgd", 1),
     "added": (add, "not averaged.*call [a-z]*_sgd", 1),
     "added to the module": (unfreeze, "'3.weight' of the module is trained, and not averaged", 4),
     "a copy": (copies, "copy", 1),
@@ -292,6 +310,11 @@ CHANGES = {
 }
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "replace parameters, or use another optimizer",
+    "Error. Call `local_sgd` or `gossip` again.",
+)
 @pytest.mark.parametrize("how", CHANGES)
 @on_ranks(2, timeout=TIMEOUT, fresh=True)
 def test_other_parameters_are_an_error_that_names_them(how: str) -> None:
@@ -359,7 +382,7 @@ def test_what_happens_on_one_rank_is_told_to_the_other() -> None:
     step(model, optimizer, 0)
     if dist.get_rank() == 1:
         replace(model, optimizer)
-    with pytest.raises((ValueError, CommError), match="'0.weight' of the module is another one"):
+    with pytest.raises((ValueError, CommError), match="'0.weight' of the module is not the parameter"):
         step(model, optimizer, 1)
 
 
@@ -379,6 +402,9 @@ def end_early(how: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ", "end the training, or detach, on one rank", "`CommError` at once on ranks that wait for it."
+)
 @pytest.mark.parametrize("how", ["detach", "dropped"])
 def test_an_end_is_told_by_name(new_ranks: Pools, how: str) -> None:
     outcome = new_ranks(2).outcomes(end_early, how, timeout=TIMEOUT)[0]

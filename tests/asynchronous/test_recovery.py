@@ -59,6 +59,11 @@ def test_a_restarted_server_has_the_last_state(mode: str, tmp_path: Path) -> Non
     assert core.shard.num_updates > updates
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "`... cannot be used: ...`",
+    "A file of the server is damaged; it loads the previous checkpoint.",
+)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_checkpoint_before_is_taken(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +188,7 @@ def test_states_that_nobody_has_saved(tmp_path: Path, caplog: pytest.LogCaptureF
         (lambda shard: shard.update(memory=torch.zeros(SIZE)), "8 elements of torch.float32, and this shard 8 of"),
         (lambda shard: shard["optimizer"]["param_groups"][0].update(params=[0]), r"groups of \[1\] parameters, this"),
         (lambda shard: shard["schedules"].append([{}, 1]), "has 1 schedules, this server 0"),
-        (lambda shard: shard["optimizer"].update(state=5), "the optimizer does not take what was saved"),
+        (lambda shard: shard["optimizer"].update(state=5), "the optimizer rejects the saved state"),
     ],
 )
 def test_another_model_is_not_taken_for_damage(change: Callable[[Any], Any], says: str, tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ def test_where_the_secret_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         authentication.Access.read()
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "serve several hosts without one secret",
+    "Error everywhere that says what to set.",
+)
 @on_ranks(2)
 def test_hosts_without_a_secret_are_an_error_of_all() -> None:
     model = model_of()

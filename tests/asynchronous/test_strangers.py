@@ -97,8 +97,8 @@ def reflect(one: socket.socket) -> None:
         (lambda one: one.close(), "the connection has ended before a proof|reset"),
         (lambda one: one.recv(1), r"no proof came in 0.3 s|ended before|reset"),
         (lambda one: time.sleep(2), r"no proof came in 0.3 s"),
-        (prove_nothing, "who answers there does not know the secret"),
-        (reflect, "who answers there does not know the secret"),
+        (prove_nothing, "the program that answers there does not know the secret"),
+        (reflect, "the program that answers there does not know the secret"),
     ],
 )
 def test_a_foreign_answer_is_a_failed_attempt(
@@ -335,6 +335,11 @@ def await_text(caplog: pytest.LogCaptureFixture, text: str) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "`worker ... is lost, the others go on: ...`",
+    "Look at that worker's output. It may come back.",
+)
 @pytest.mark.timeout(90)
 def test_who_is_malformed_is_dropped_by_name_and_the_others_go_on(
     serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
@@ -511,6 +516,11 @@ def test_nothing_counts_that_comes_after_close(
     server.end(good)
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "`process ... is refused: ...`",
+    "Two processes were started with one rank.",
+)
 @pytest.mark.timeout(60)
 def test_nobody_takes_the_number_of_a_living_worker(
     serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
@@ -540,6 +550,11 @@ def test_nobody_takes_the_number_of_a_living_worker(
     server.end(later)
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "`worker ...: ... of its pushes ...`",
+    "A restarted server has lost them.",
+)
 @pytest.mark.timeout(60)
 def test_pushes_that_the_server_does_not_know_are_counted_and_the_worker_goes_on(
     serve: Callable[..., Server], caplog: pytest.LogCaptureFixture
@@ -568,6 +583,11 @@ def test_who_says_nothing_does_not_hold_up_the_end(
     silent.close()
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "stop a worker, or cut its network",
+    "Lost after the `timeout`, once others wait for it.",
+)
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("is_here", [True, False], ids=["of this host", "of another host"])
 def test_a_stopped_worker_does_not_hold_up_the_end(serve: Callable[..., Server], is_here: bool) -> None:

@@ -38,13 +38,18 @@ def change_the_rate(model: Any, optimizer: Any) -> Any:
 
 
 CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "replaced": (replace, "'0.bias' of the module is another one.*call parameter_server"),
-    "assigned": (assign, "'0.weight' of the module is another one.*call parameter_server"),
+    "replaced": (replace, "'0.bias' of the module is not the parameter.*call parameter_server"),
+    "assigned": (assign, "'0.weight' of the module is not the parameter.*call parameter_server"),
     "a copy": (train_a_copy, "copy"),
     "another rate": (change_the_rate, "'lr' of parameter group 0 was changed on this worker, from 0.05 to 0.01"),
 }
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "train something else on a server's worker, or change its rate",
+    "Error; nothing is pushed.",
+)
 @pytest.mark.parametrize("how", CHANGES)
 @on_ranks(2, timeout=TIMEOUT)
 def test_a_worker_that_trains_something_else_is_told(how: str) -> None:
@@ -63,6 +68,11 @@ def test_a_worker_that_trains_something_else_is_told(how: str) -> None:
     server.close()
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "step averaged parameters with another optimizer",
+    "Error before that step. Call `detach()` or `close()` first.",
+)
 @on_ranks(2)
 def test_another_optimizer_on_a_worker_is_refused_until_it_closes() -> None:
     model = model_of()
@@ -71,7 +81,7 @@ def test_another_optimizer_on_a_worker_is_refused_until_it_closes() -> None:
     if server.is_worker:
         other.step()  # without gradients it moves nothing
         loss_of(model, 1, 0).backward()
-        with pytest.raises(ValueError, match=r"another SGD than the SGD that parameter_server\(\) was given is about"):
+        with pytest.raises(ValueError, match=r"a SGD other than the SGD passed to parameter_server\(\) is about"):
             other.step()
     server.close()
     other.step()
@@ -93,6 +103,11 @@ BODIES: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "call `server.step()` without gradients",
+    "Error on that worker; nothing is pushed.",
+)
 @pytest.mark.parametrize("body", BODIES)
 @on_ranks(2, timeout=TIMEOUT)
 def test_a_step_without_any_gradient_is_an_error_and_moves_nothing(body: str) -> None:
@@ -172,18 +187,28 @@ def use_another_optimizer(model: Any, optimizer: Any) -> Any:
     return torch.optim.SGD(model.parameters(), 0.05)
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "`the ranks' optimizers differ: ... of parameter group ... is ...`",
+    'Causes: a schedule by the local loss, a checkpoint on one rank, a skipped step. If intended: `per_rank=("lr",)`.',
+)
 @on_ranks(2, timeout=TIMEOUT, fresh=True)
 def test_gossip_with_another_rate_is_an_error_unless_declared() -> None:
     gossip_until_an_error(use_another_rate, 4, "'lr' of parameter group 0 is 0.05 on rank 0, 0.01 on rank 1")
     gossip_until_an_error(use_another_rate, 4, "", per_rank=("lr",))
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "replace parameters, or use another optimizer",
+    "Error. Call `local_sgd` or `gossip` again.",
+)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (replace_one, "'0.bias' of the module is another one"),
-        (assign_with_a_new_optimizer, "'0.weight' of the module is another one"),
-        (use_another_optimizer, r"another SGD than the SGD that gossip\(\) was given is about to step '0.weight'"),
+        (replace_one, "'0.bias' of the module is not the parameter"),
+        (assign_with_a_new_optimizer, "'0.weight' of the module is not the parameter"),
+        (use_another_optimizer, r"a SGD other than the SGD passed to gossip\(\) is about to step '0.weight'"),
     ],
     ids=["replaced", "assigned", "another optimizer"],
 )
@@ -192,6 +217,11 @@ def test_gossip_that_something_else_steps_is_an_error(change: Callable[[Any, Any
     gossip_until_an_error(change, 12, says)
 
 
+@pytest.mark.behaviour(
+    "Local SGD, gossip and parameter servers",
+    "skip a batch on one rank",
+    "Error when it next averages with others; `skip_step()` declares it.",
+)
 @pytest.mark.parametrize("leaves_out", [True, False], ids=["left out", "skip_step"])
 @on_ranks(2, timeout=TIMEOUT, fresh=True)
 def test_a_batch_that_one_rank_leaves_out_in_gossip_is_named(leaves_out: bool) -> None:

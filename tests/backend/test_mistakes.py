@@ -30,6 +30,11 @@ def join(backend: str, prefix: str, timeout: float, rank: int | None = None) -> 
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    '"gloo" on one rank, "pycomm" on the others',
+    "`ValueError` on the others; that rank waits for its timeout.",
+)
 @on_ranks(3, fresh=True)
 def test_another_backend_on_one_rank() -> None:
     stranger = 1
@@ -89,6 +94,11 @@ CALLS: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    "call different operations, sizes, dtypes or reductions",
+    "`ValueError` everywhere with each rank's call; nothing is written.",
+)
 @pytest.mark.parametrize("what", CALLS)
 @on_world(2)
 def test_ranks_that_call_different_things(what: str) -> None:
@@ -124,6 +134,9 @@ def test_wrong_arguments(what: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines", "receive a message into another size", "`ValueError` on the receiver."
+)
 @on_world(2)
 def test_a_message_of_another_size() -> None:
     if dist.get_rank() == 1:

@@ -111,6 +111,11 @@ def test_what_is_no_bucket_stays() -> None:
         assert pycomm.collectives.backend.stats(group)["storages_moved"] == 0
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    "`buckets stay in private memory and are copied at each all-reduce: ...`",
+    "`/dev/shm` has too little space. Start the container with a larger `--shm-size`.",
+)
 @on_ranks(2)
 def test_too_little_shared_memory() -> None:
     """Copied instead, with one line in the log."""

@@ -168,6 +168,6 @@ def test_mistakes() -> None:
     reconfigure(10 + rank, [TORCH._get_reconfigure_handle()])
     with pytest.raises(RuntimeError, match="already used"):
         reconfigure(10 + rank, [TORCH._get_reconfigure_handle()])
-    with pytest.raises(ValueError, match="handles are .*wanted each rank's once"):
+    with pytest.raises(ValueError, match="handles are .*wanted one per rank"):
         reconfigure(50, ["another"])
     assert total() == 1.0  # as it was

@@ -223,7 +223,28 @@ class TestFigures:
         assert "    python -m bench.slow_network\n" in page
         assert "terminate called" in page
         assert "combined" in page
+        assert "| DDP | 500 ms | 1.000 MB |" in page
+        assert "| pycomm, DGC | 100 ms (5.00x) | 1.000 MB |" in page
         assert 0 < (tmp_path / "slow_network.png").stat().st_size < 200_000
+
+    def test_commands_begin_from_nothing(self, tmp_path: Path) -> None:
+        words = "python -m bench.slow_network --what rate --from a.json --out a.json --docs docs --hosts 4"
+        write_docs(tmp_path, Figures(10, [_rate("dense", 0.5)]), {**_SETTINGS, "commands": [words]}, "some machine")
+        assert "    python -m bench.slow_network --what rate --hosts 4\n" in (tmp_path / "slow_network.md").read_text()
+
+    def test_goals_that_were_missed_are_named(self, tmp_path: Path) -> None:
+        write_docs(tmp_path, Figures(10, [_rate("ddp", 0.5), _rate("dense", 1.0)]), _SETTINGS, "some machine")
+        page = " ".join((tmp_path / "slow_network.md").read_text().split())
+        assert "Of 1 goals set before measuring, 0 were reached. Not reached: 4 hosts, unlimited: " in page
+        assert "is 0.500x, goal at least 1.00x." in page
+
+    def test_the_page_is_that_of_the_report(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        pytest.importorskip("matplotlib")
+        report = str(ROOT / "bench" / "results" / "slow_network.json")
+        assert main(["--what", "page", "--from", report, "--docs", str(tmp_path)]) == 0
+        assert (tmp_path / "slow_network.md").read_text() == (ROOT / "docs" / "slow_network.md").read_text()
+        assert main(["--what", "page", "--docs", str(tmp_path)]) == 1
+        assert "--what page wants --from FILE and --docs DIR" in capsys.readouterr().err
 
 
 class TestArguments:

@@ -50,6 +50,11 @@ def load_step(folder: Path, run: Training) -> int:
     return int(found["step"])
 
 
+@pytest.mark.behaviour(
+    "Checkpoints",
+    "`checkpoint ... in ... is skipped: ...`",
+    "Files are cut, changed or missing; the previous checkpoint is loaded.",
+)
 def test_any_file_cut_short_or_missing(two: Path, run: Training, caplog: pytest.LogCaptureFixture) -> None:
     names = files_of(two)
     assert len(names) == 4
@@ -110,6 +115,11 @@ def test_an_empty_directory_of_its_name(two: Path, run: Training) -> None:
     assert sorted(path.name for path in two.iterdir()) == ["checkpoint-00000010"]
 
 
+@pytest.mark.behaviour(
+    "Checkpoints",
+    "`no checkpoint in ... is whole: ...`",
+    "A copy was incomplete, or a disk is bad. The text names each damage.",
+)
 def test_all_are_damaged(two: Path, run: Training) -> None:
     for path in two.rglob("part.json"):
         path.write_bytes(b"{}")
@@ -320,6 +330,11 @@ class Plain:
         self.a = state["b"]
 
 
+@pytest.mark.behaviour(
+    "Checkpoints",
+    "`what was loaded before the error could not be taken back: ...`",
+    "Create the objects again before you continue.",
+)
 @pytest.mark.timeout(60)
 def test_an_object_that_does_not_take_its_state_is_named(
     one_rank_group: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -327,7 +342,7 @@ def test_an_object_that_does_not_take_its_state_is_named(
     with training("sgd", "dense") as run:
         pycomm.save(tmp_path, run.reducer, mine=Plain()).wait()
         before = run.digest()
-        with pytest.raises(ValueError, match="mine does not take what was saved: KeyError: 'b'"):
+        with pytest.raises(ValueError, match="mine rejects the saved state: KeyError: 'b'"):
             pycomm.load(tmp_path, run.reducer, mine=Plain())
         assert run.digest() == before
         assert "could not be taken back: KeyError" in caplog.text  # as it does not take its own state either

@@ -89,6 +89,9 @@ def test_the_next_save_tells_what_nobody_has_waited_for(tmp_path: Path) -> None:
         assert path.name == "checkpoint-00000001"
 
 
+@pytest.mark.behaviour(
+    "Checkpoints", "fill the disk", "`OSError` from `wait()` everywhere; the previous checkpoint remains."
+)
 @on_ranks(2)
 def test_a_full_disk(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -124,10 +127,15 @@ def test_no_directory(tmp_path: Path) -> None:
         pycomm.save(tmp_path / "new" / "checkpoints", run.reducer).wait()
 
 
+@pytest.mark.behaviour(
+    "Checkpoints",
+    "`..., created by rank 0, is not there: path must be the same on all ranks`",
+    "Use a file system that all hosts share.",
+)
 @on_ranks(2)
 def test_another_directory_on_each_rank(tmp_path: Path) -> None:
     with training() as run, patch("pycomm.training.checkpoint.saving._PATIENCE", 0.2):
-        with pytest.raises(OSError, match="path must be one for all ranks"):
+        with pytest.raises(OSError, match="path must be the same on all ranks"):
             pycomm.save(tmp_path / str(dist.get_rank()), run.reducer)
 
 
@@ -172,6 +180,9 @@ def load_step(folder: str) -> int:
         return step
 
 
+@pytest.mark.behaviour(
+    "Checkpoints", "kill a rank while it writes", "`CommError` from `wait()`; the previous checkpoint remains."
+)
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_killed_while_writing(culprit: int, new_ranks: Pools, rank_pools: Pools, tmp_path: Path) -> None:
     outcomes = new_ranks(2).outcomes(die_while_writing, str(tmp_path), culprit)
@@ -196,6 +207,7 @@ def test_killed_when_all_parts_are_there(new_ranks: Pools, rank_pools: Pools, tm
     assert rank_pools(2).run(load_step, str(tmp_path)) == [1, 1]
 
 
+@pytest.mark.behaviour("Checkpoints", "`... has not written its part within ... s`", "That rank's disk has stopped.")
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_that_never_writes(tmp_path: Path) -> None:
@@ -265,6 +277,11 @@ def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["checkpoint-00000001"]
 
 
+@pytest.mark.behaviour(
+    "Checkpoints",
+    "`checkpoint ... in ... was not saved: ...`",
+    "Training continues; the next `save` or `wait()` raises it.",
+)
 def test_the_end_of_the_process_says_what_failed(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
     script = AT_EXIT.replace("PATH", str(tmp_path)).replace("3, 3", "99, 99").replace("saved =", limit + "saved =")

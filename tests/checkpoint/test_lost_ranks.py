@@ -82,6 +82,9 @@ def lose_a_rank_in_save(folder: str, culprit: int, place: str) -> None:
     assert pycomm.load(folder, run.reducer, **run.more) == {"step": 5}
 
 
+@pytest.mark.behaviour(
+    "Checkpoints", "lose a rank while saving, with `survive`", "That checkpoint is lost; training continues."
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 2])
 @pytest.mark.parametrize("place", ["collect", "remove_unfinished", "_enter", "_copy", "PendingSave"])

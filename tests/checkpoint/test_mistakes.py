@@ -25,6 +25,11 @@ def attached(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *
     return pycomm.attach(optimizer, model, **grouped(timeout=30, **options))
 
 
+@pytest.mark.behaviour(
+    "Checkpoints",
+    "load into another model, optimizer or method",
+    "`ValueError` everywhere; nothing is changed. If masters are missing, load before `master_weights`.",
+)
 @on_ranks(2)
 def test_another_model(tmp_path: Path) -> None:
     reducer = attached(nn.Linear(4, 3))
@@ -45,6 +50,11 @@ def test_another_model(tmp_path: Path) -> None:
         reducer.detach()
 
 
+@pytest.mark.behaviour(
+    "Checkpoints",
+    "load into another model, optimizer or method",
+    "`ValueError` everywhere; nothing is changed. If masters are missing, load before `master_weights`.",
+)
 @on_ranks(2)
 def test_another_optimizer_or_compression(tmp_path: Path) -> None:
     model = nn.Linear(4, 3).half()
@@ -66,7 +76,7 @@ def test_another_optimizer_or_compression(tmp_path: Path) -> None:
     refused(sgd(list(model.parameters())[::-1], lr=1), "parameter 0 of the optimizer was 'weight', and is 'bias'")
     refused(
         sgd(model.parameters(), lr=1),
-        "from compression NoCompression, wanted that of TopK",
+        "from compression NoCompression, wanted TopK",
         compression=pycomm.TopK(0.1),
     )
     with_masters = sgd(model.parameters(), lr=1)
@@ -89,7 +99,7 @@ def test_one_ranks_mistake_beside_state_that_is_gathered(tmp_path: Path) -> None
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(run.scheduler, "load_state_dict", lambda state: state["none"])
-            with pytest.raises(ValueError, match="scheduler does not take what was saved"):
+            with pytest.raises(ValueError, match="scheduler rejects the saved state"):
                 pycomm.load(tmp_path, run.reducer, **run.more)
         assert run.digest() == wanted
         run.step()
@@ -177,6 +187,7 @@ def test_out_of_order(tmp_path: Path) -> None:
             call(tmp_path, run.reducer)
 
 
+@pytest.mark.behaviour("Checkpoints", "save a model with DTensors", "`TypeError`.")
 @on_ranks(2)
 def test_parts_of_parameters_are_refused(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
@@ -216,6 +227,11 @@ def test_training_is_of_use(one_rank_group: None) -> None:
         assert isinstance(run, Training)
 
 
+@pytest.mark.behaviour(
+    "Checkpoints",
+    "save after replicas have drifted apart",
+    "Error everywhere, unless `check_replicas=0`; nothing is written.",
+)
 @pytest.mark.parametrize("check_replicas", [1000, 0])
 @on_ranks(2)
 def test_parameters_that_have_drifted_apart(tmp_path: Path, check_replicas: int) -> None:

@@ -140,10 +140,10 @@ def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixt
     assert says(tmp_path / "nothing") == "there is no F"
     assert says(tmp_path) == "there is no checkpoint in F"
     (tmp_path / "weights.pt").touch()
-    assert says(tmp_path) == "there is no checkpoint in F, and something else than pycomm.save wrote what is there"
-    assert says(tmp_path / "weights.pt", NotADirectoryError) == "F is a file, wanted the folder given to pycomm.save"
+    assert says(tmp_path) == "there is no checkpoint in F, and something else than pycomm.save wrote its files"
+    assert says(tmp_path / "weights.pt", NotADirectoryError) == "F is a file, wanted the folder passed to pycomm.save"
     (tmp_path / ".metadata").touch()
-    assert says(tmp_path) == "there is no checkpoint in F, and torch.distributed.checkpoint wrote what is there"
+    assert says(tmp_path) == "there is no checkpoint in F, and torch.distributed.checkpoint wrote its files"
     (tmp_path / ".writing-1c9a05b2").mkdir()
     unfinished = "F has only an unfinished checkpoint: a save that is under way, or was cut short"
     assert says(tmp_path) == unfinished

@@ -85,6 +85,12 @@ def check_output(text: str) -> None:
     assert re.search(rf"\nGained: [\s\S]+\.\nNot gained: [\s\S]+\.\n{write}", text)
 
 
+@pytest.mark.behaviour(
+    "Starting and launching",
+    "`No network namespaces (...)`",
+    "The demo simulates its slow link. Containers require `--cap-add SYS_ADMIN --cap-add NET_ADMIN`; Ubuntu 24.04, "
+    "`sudo sysctl kernel.apparmor_restrict_unprivileged_userns=0`.",
+)
 @pytest.mark.timeout(250)
 def test_without_namespaces_the_link_is_simulated_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -64,6 +64,11 @@ def first_line(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.split("\n")[0]
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`the last operations of this rank are in ...`",
+    "`pycomm explain` with these files says which rank did something else.",
+)
 def test_ranks_that_call_different_operations(
     two_ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,7 +222,7 @@ def test_other_files_in_the_folder_are_left_out(
         assert explain(*arguments) == 0
         out, err = capsys.readouterr()
         assert "all ranks made the same calls, and none was late" in out
-        assert "rank0-results.json is no file of pycomm's flight recorder" in err
+        assert "rank0-results.json is not a file of pycomm's flight recorder" in err
         assert "rank0-older-1.json has format 0" in err
     assert explain(tmp_path / "rank0-results.json") == 2  # this one is named
 
@@ -290,7 +295,7 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for text in ("", "[1]", '{"format": 1}', "\x00"):
         other.write_text(text)
         assert explain(other) == 2
-        assert "is no file of pycomm's flight recorder" in capsys.readouterr().err
+        assert "is not a file of pycomm's flight recorder" in capsys.readouterr().err
     other.write_text('{"format": 99}')
     assert explain(other) == 2
     assert "has format 99, wanted 1" in capsys.readouterr().err

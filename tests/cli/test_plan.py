@@ -150,7 +150,7 @@ def test_arguments_that_are_wrong(arguments: list[str], says: str, capsys: pytes
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ('{"name": "x"}', "within_host is missing"),
         ('{"name": "x", "within_host": {"alpha": 1, "beta": 1}, "between_hosts": {}}', "within_host.gamma is missing"),
         (

@@ -14,9 +14,9 @@ def plan(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("layers", "first", "why"),
     [
-        ("16GB,2GB", "chosen: intra-operator split of layer 1", "nor does layer 1, 16 GB, by itself"),
-        ("16GB,1GB", "chosen: intra-operator split of layer 1", "nor does layer 1, 16 GB, by itself"),
-        ("10GB,10GB", "chosen: inter-operator, 2 stages", "but each layer does by itself"),
+        ("16GB,2GB", "chosen: intra-operator split of layer 1", "nor does layer 1 alone, 16 GB"),
+        ("16GB,1GB", "chosen: intra-operator split of layer 1", "nor does layer 1 alone, 16 GB"),
+        ("10GB,10GB", "chosen: inter-operator, 2 stages", "but each single layer does"),
         ("4GB,4000MB", "chosen: data parallelism, 2 replicas", "8 GB, fit on one device"),
         ("7GB,7GB,6GB", "chosen: intra-operator split of layers 1 to 3", "not in stages of whole layers"),
     ],

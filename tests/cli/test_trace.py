@@ -134,7 +134,7 @@ def test_files_that_ranks_have_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert "of different steps: 7, 8" in capsys.readouterr().err
     (folder / "rank1.json").write_text("{}")
     assert trace("-o", tmp_path / "out", folder) == 2
-    assert "is no trace that pycomm has written" in capsys.readouterr().err
+    assert "is not a trace that pycomm has written" in capsys.readouterr().err
     assert trace(tmp_path / "nothing.py") == 2
     assert "there is no" in capsys.readouterr().err
 
@@ -161,7 +161,7 @@ def test_traces_with_a_wrong_value(
 ) -> None:
     (tmp_path / "rank0.json").write_text(json.dumps({**CONTENT, "spans": [{**SPAN, **span}], **change}))
     assert trace("-o", tmp_path / "out", tmp_path) == 2
-    assert re.search(f"rank0.json is no trace that pycomm has written: .*{says}", capsys.readouterr().err)
+    assert re.search(f"rank0.json is not a trace that pycomm has written: .*{says}", capsys.readouterr().err)
 
 
 @pytest.mark.timeout(60)

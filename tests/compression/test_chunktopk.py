@@ -55,7 +55,7 @@ def test_it_is_what_a_plain_computation_comes_to(bits: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 4095, 4096, 4097, 50_001])
 @on_ranks(2, timeout=TIMEOUT)
 def test_bytes(count: int) -> None:
-    """The formula of docs/compression.md, to the byte."""
+    """84 bytes for a full chunk, as docs/compression.md says, and what its size requires for the last one."""
     p = nn.Parameter(torch.zeros(count))
     method = pycomm.ChunkTopK(64)
     with attached(torch.optim.SGD([p], lr=0.1), [("p", p)], compression=method) as reducer:

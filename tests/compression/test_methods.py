@@ -357,7 +357,7 @@ def loads_what_fits() -> None:
             {**state, "ranks": {rank: foreign}},
             r"state\['w'\] has 'q', which \['residual', 'velocity'\] do not include",
         )
-        loads({**state, "method": "TopK"}, "state is from compression TopK, wanted that of DGC .strict=False loads")
+        loads({**state, "method": "TopK"}, "state is from compression TopK, wanted DGC .strict=False loads")
         half = {name: {"residual": entry["residual"]} for name, entry in entries.items() if "residual" in entry}
         run.reducer.load_state_dict(state)
         assert same(run.reducer.state_dict(), state)

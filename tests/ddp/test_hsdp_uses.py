@@ -88,6 +88,11 @@ def trained(net: Any, size: int, uses: Uses, rank: int | None) -> dict[str, torc
     return {name: p.detach().clone() for name, p in whole.items()}
 
 
+@pytest.mark.behaviour(
+    "DistributedDataParallel, HSDP and Horovod",
+    "use a layer on some HSDP replicas only",
+    "The others contribute zeros.",
+)
 @pytest.mark.parametrize("uses", USES)
 @on_ranks(2, 4, timeout=60)
 def test_replicas_may_use_other_modules(uses: Uses) -> None:
@@ -150,6 +155,12 @@ def test_with_residuals_and_another_dtype_replicas_stay_equal() -> None:
                 torch.testing.assert_close(tensor, right[name], rtol=0.02, atol=0.005)
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "`... left out a batch: ...`",
+    "That rank ran `continue` after forward or `zero_grad()`. Use `skip_batch()` or `veto_step()`; under "
+    "`pycomm.ddp`, skip it everywhere.",
+)
 @on_ranks(2, timeout=60, fresh=True)
 def test_a_batch_that_one_replica_leaves_out_is_an_error() -> None:
     with replicated(1) as (net, _):

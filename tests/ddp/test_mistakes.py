@@ -137,6 +137,11 @@ def unpickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
+@pytest.mark.behaviour(
+    "DistributedDataParallel, HSDP and Horovod",
+    "train a `deepcopy` of the wrapper's module",
+    "Error before its step. Copy the wrapper, or use `handle.paused()`.",
+)
 @on_ranks(2)
 def test_training_a_copy_of_the_inner_module_is_an_error() -> None:
     with wrapped(make_model()) as (model, handle):
@@ -263,6 +268,9 @@ def end_early(how: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ", "end the training, or detach, on one rank", "`CommError` at once on ranks that wait for it."
+)
 @pytest.mark.parametrize("how", ["removed", "dropped"])
 def test_the_end_of_one_rank_is_told_by_name(new_ranks: Pools, how: str) -> None:
     message, _ = new_ranks(2).run(end_early, how)

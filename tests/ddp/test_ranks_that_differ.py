@@ -49,6 +49,11 @@ def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 NUMBERS: dict[str, Any] = {"lr": 0.3, "betas": (0.5, 0.999), "weight_decay": 0.1, "amsgrad": True}
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "`the ranks' optimizers differ: ... of parameter group ... is ...`",
+    'Causes: a schedule by the local loss, a checkpoint on one rank, a skipped step. If intended: `per_rank=("lr",)`.',
+)
 @pytest.mark.parametrize("key", NUMBERS)
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
 @on_ranks(2)
@@ -117,6 +122,11 @@ def test_per_rank_takes_names() -> None:
             register(model, per_rank=wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.behaviour(
+    "DistributedDataParallel, HSDP and Horovod",
+    "step twice on one rank under `pycomm.ddp`",
+    "`RuntimeError` everywhere in the next averaged pass.",
+)
 @on_ranks(2)
 def test_a_second_step_on_one_rank_is_named() -> None:
     with wrapped(make_model()) as (model, _):
@@ -130,6 +140,12 @@ def test_a_second_step_on_one_rank_is_named() -> None:
             step(3)
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "`... left out a batch: ...`",
+    "That rank ran `continue` after forward or `zero_grad()`. Use `skip_batch()` or `veto_step()`; under "
+    "`pycomm.ddp`, skip it everywhere.",
+)
 @on_ranks(2)
 def test_a_batch_that_one_rank_leaves_out_is_named() -> None:
     with wrapped(OutOfOrder()) as (model, _):
@@ -147,6 +163,11 @@ def test_a_batch_that_one_rank_leaves_out_is_named() -> None:
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.behaviour(
+    "DistributedDataParallel, HSDP and Horovod",
+    "let ranks differ under `register_hsdp`",
+    "The same errors as under `pycomm.ddp`; rank numbers are the replica group's.",
+)
 @on_ranks(2, timeout=60)
 def test_replicas_of_shards_that_differ_are_named() -> None:
     for says in ("'lr' of parameter group 0 is 0.1 on rank 0, 0.2 on rank 1", "out of step.*rank 0: 1, rank 1: 2"):
@@ -185,6 +206,11 @@ def bypass(model: Any) -> None:
     loss_of(model.module, 1, 7).backward()  # which torch's hooks do not see
 
 
+@pytest.mark.behaviour(
+    "DistributedDataParallel, HSDP and Horovod",
+    "write parameters, shards or averages on one rank",
+    "Error after 1, 2, 4, ... passes, up to `check_replicas`.",
+)
 @pytest.mark.parametrize("change", [write, load, scale_average, bypass], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=["dense", "sparse"])
 @on_ranks(2)
@@ -204,6 +230,11 @@ def test_parameters_that_drift_apart_are_found_soon(change: Callable[[Any], None
         assert all(map(torch.equal, before, model.parameters()))
 
 
+@pytest.mark.behaviour(
+    "DistributedDataParallel, HSDP and Horovod",
+    "`the optimizer of ... has made ... steps since the last backward pass that was averaged: ...`",
+    "Call the wrapper, not its module. If you average yourself: `check_replicas=0`.",
+)
 @on_ranks(2)
 def test_many_steps_without_an_average_are_an_error() -> None:
     for interval, alone in ((1000, False), (0, False), (1000, True)):
@@ -239,6 +270,11 @@ def test_many_steps_in_which_a_model_takes_no_part_are_right() -> None:
         handle.remove()
 
 
+@pytest.mark.behaviour(
+    "DistributedDataParallel, HSDP and Horovod",
+    "write parameters, shards or averages on one rank",
+    "Error after 1, 2, 4, ... passes, up to `check_replicas`.",
+)
 @on_ranks(2, timeout=60)
 def test_shards_that_drift_apart_are_found_soon() -> None:
     with replicated(1) as (net, _):

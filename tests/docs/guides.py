@@ -1,7 +1,8 @@
 """Does what a page under docs/extending says, in a copy of the project: new files, changes to files, commands.
 
 A block that is marked `<!-- fragment: PATH -->` is that file, or what is added at its end. A block in `diff` has, below
-`--- PATH`, lines to find there and lines to put in their place; `@@` stands where lines are left out.
+`--- PATH`, lines to find there and lines to put in their place; `@@` stands where lines are left out. `cp FILE NEW` in
+a block of shell copies a file.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class Guide:
                 first = ""
             elif block.language == "diff":
                 self._change(block)
+            elif block.language == "sh":
+                for line in block.code.splitlines():
+                    if line.startswith("cp "):
+                        shutil.copy(*(folder / path for path in shlex.split(line)[1:]))
             elif _PATH.fullmatch(block.fragment):
                 self._add(block, block.fragment)
 

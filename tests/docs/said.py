@@ -41,6 +41,8 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._tree = ast.parse(path.read_text(encoding="utf-8"))
+        nodes = ast.walk(self._tree)
+        self._functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
     def said(self) -> Iterator[Said]:
         """Return the texts of log lines and warnings, and of errors that are raised."""
@@ -52,8 +54,7 @@ class _Reader:
                     yield from self._of(node, node.exc.args, scope, _class_of(node.exc.func))
 
     def _scopes(self) -> Iterator[ast.AST]:
-        functions = (node for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-        return itertools.chain([self._tree], functions)
+        return iter([self._tree, *self._functions])
 
     def _of(self, node: ast.Call | ast.Raise, args: list[ast.expr], scope: ast.AST, kind: str) -> Iterator[Said]:
         texts = [max(self._texts(arg, scope), key=num_words, default=GAP) for arg in args]
@@ -101,15 +102,17 @@ class _Reader:
         return [text for text in texts if num_words(text) > 1]
 
     def functions(self) -> Iterator[ast.FunctionDef]:
-        return (node for node in ast.walk(self._tree) if isinstance(node, ast.FunctionDef))
+        return (node for node in self._scopes() if isinstance(node, ast.FunctionDef))
 
 
-def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """Return the nodes of ``scope`` in the order of the source, without those of functions inside."""
+@cache
+def _own(scope: ast.AST) -> list[ast.AST]:
+    """Return the nodes of ``scope`` in the order of the source, without nodes of functions inside."""
+    found: list[ast.AST] = []
     for child in ast.iter_child_nodes(scope):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield child
-            yield from _own(child)
+            found += [child, *_own(child)]
+    return found
 
 
 def _name_of(called: ast.expr) -> str:
@@ -141,13 +144,18 @@ def _readers() -> list[_Reader]:
 @cache
 def _returned(name: str, depth: int) -> list[str]:
     """Return the texts that functions of this ``name`` return, in any module."""
-    return [
-        text
-        for reader in _readers()
-        for function in reader.functions()
-        if function.name == name and isinstance(function.returns, ast.Name) and function.returns.id == "str"
-        for text in reader.returned(function, depth)
-    ]
+    return [text for reader, function in _functions().get(name, []) for text in reader.returned(function, depth)]
+
+
+@cache
+def _functions() -> dict[str, list[tuple[_Reader, ast.FunctionDef]]]:
+    """Return the functions that return texts, by their names, in any module."""
+    found: dict[str, list[tuple[_Reader, ast.FunctionDef]]] = {}
+    for reader in _readers():
+        for function in reader.functions():
+            if isinstance(function.returns, ast.Name) and function.returns.id == "str":
+                found.setdefault(function.name, []).append((reader, function))
+    return found
 
 
 @cache

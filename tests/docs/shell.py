@@ -145,6 +145,7 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     **dict.fromkeys((".ci/run", ".ci/lint"), _nothing),
     **dict.fromkeys(("python", "python3"), _python),
     "bash": lambda words: _file(words[0]),
+    "cp": lambda words: _file(words[0]),
     "nox": _nox,
     "pip": _pip,
     "pycomm": _pycomm,

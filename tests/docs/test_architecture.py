@@ -21,7 +21,7 @@ def architecture() -> ModuleType:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A package of four rooms, one of them in a package that is no room itself."""
+    """A package of four components, one of them in a package that is none itself."""
     modules = {
         "__init__": "",
         "top/__init__": '"""Top: ``what`` is above :class:`~pycomm.low.Low`."""\nfrom pycomm import left',
@@ -47,7 +47,7 @@ def test_says_what_is_stale_and_mends_it(
 ) -> None:
     page, picture = tmp_path / "architecture.md", tmp_path / "layers.svg"
     good = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    page.write_text(good.replace("| `worker` |", "| `workers` |"), encoding="utf-8")
+    page.write_text(good.replace("| `optim` |", "| `optima` |"), encoding="utf-8")
     monkeypatch.setattr(architecture, "PAGE", page)
     monkeypatch.setattr(architecture, "PICTURE", picture)
     assert architecture.main(["--check"]) == 1
@@ -57,7 +57,7 @@ def test_says_what_is_stale_and_mends_it(
     assert page.read_text(encoding="utf-8") == good
     assert picture.read_bytes() == (ROOT / "docs" / "layers.svg").read_bytes()
     page.write_text("# Architecture\n")
-    with pytest.raises(ValueError, match=r"architecture.md has no <!-- rooms --> \.\.\. <!-- end -->"):
+    with pytest.raises(ValueError, match=r"architecture.md has no <!-- components --> \.\.\. <!-- end -->"):
         architecture.main([])
 
 
@@ -91,13 +91,12 @@ def test_colors_of_dots(architecture: ModuleType, tree: Path) -> None:
 def test_rows(architecture: ModuleType, tree: Path) -> None:
     rows = architecture.table(tree, LAYERS).splitlines()
     assert rows[2:] == [
-        "| `top` | Top: `what` is above `pycomm.low.Low`. |",
-        "| `left` | Left. |",
-        "| `in.right` | Right. |",
-        "| `low` | Low. |",
+        "| `top` | Top: `what` is above `pycomm.low.Low` |",
+        "",
+        "Single modules: `left`, `in.right`, `low`.",
     ]
-    (tree / "pycomm" / "low.py").write_text(f'"""{"Low. " * 40}"""\n')
-    with pytest.raises(ValueError, match=r"first line of pycomm/low.py has \d+ characters, wanted 1 to 130"):
+    (tree / "pycomm" / "top" / "__init__.py").write_text(f'"""{"Top " * 40}"""\n')
+    with pytest.raises(ValueError, match=r"first line of pycomm/top/__init__.py has \d+ characters, wanted 1 to 130"):
         architecture.table(tree, LAYERS)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.docs.guides import Guide
+from tests.docs.pages import PAGES, ROOT, blocks_of
 
 COMPILER = shutil.which("c++")
 FIRST = {
@@ -70,6 +72,14 @@ def test_a_transport(tmp_path: Path) -> None:
     guide = Guide("docs/extending/transport.md", tmp_path)
     for command in guide.commands("pytest"):  # on two ranks, as on others the store only takes longer
         assert " passed" in guide.run(command.replace("collectives.py -k store", "collectives.py -k store-2"), 250)
+
+
+def test_parts_of_files_on_pages_are_those_of_the_files() -> None:
+    parts = [each for page in PAGES for each in blocks_of(page) if each.fragment.startswith("a part of docs/")]
+    assert len(parts) >= 3
+    for part in parts:
+        text = (ROOT / part.fragment.removeprefix("a part of ")).read_text(encoding="utf-8")
+        assert textwrap.indent(part.code, "    ") in text, part.where
 
 
 @pytest.mark.skipif(shutil.which("ruff") is None, reason="no ruff")

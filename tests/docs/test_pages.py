@@ -19,11 +19,12 @@ from tests.docs.said import GAP, Said, num_words, texts_said
 from tests.docs.scripts import load
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+BEHAVIOUR = (ROOT / "docs" / "behaviour.md").read_text(encoding="utf-8")
 
 
 def test_readme_is_short() -> None:
-    assert len(README.split()) <= 1000
+    assert len(README.split()) <= 850
+    assert len(README.partition("\n## Examples\n")[0].split()) <= 600
 
 
 def test_readme_has_the_commands_that_ci_runs() -> None:
@@ -63,14 +64,14 @@ def texts_in_the_code() -> str:
     return "\n".join(re.sub(r"%(?:\.\d)?(?:lld|[sdfg])", "\0", text) for text in texts)
 
 
-def texts_told() -> list[tuple[str, str]]:
-    """Texts on the page: headings, and code in bold type within sections."""
-    return re.findall(r"^### `(.+)`$|\*\*`([^`]+)`\*\*", TROUBLESHOOTING, re.MULTILINE)
+def texts_told() -> list[str]:
+    """Texts on the page: a first cell of a row that has texts in backticks, and nothing beside them."""
+    cells = re.findall(r"^\| (`[^`]+`(?:, `[^`]+`)*) \|", BEHAVIOUR, re.MULTILINE)
+    return [text for cell in cells for text in re.findall("`([^`]+)`", cell)]
 
 
 def errors_told() -> list[str]:
-    texts = (heading or " ".join(within.split()) for heading, within in texts_told())
-    return [text for text in texts if not text.startswith(OF_TORCH)]
+    return [text for text in texts_told() if not text.startswith(OF_TORCH)]
 
 
 OF_TORCH = (
@@ -93,7 +94,7 @@ EXPLAINED = {
     "each keeps its own": "says what makes them equal",
     "checkpoint: ": "the text is that of the error, which is on the page",
     "the optimizer's step is shared out unevenly": "names the figures to look at",
-    "the optimizer's state was kept by": "says what was lost and what to do",
+    "each rank kept": "says what was lost and what to do",
     "load inside an accumulation window": "names the calls that end it",
     "save inside an accumulation window": "names the calls that end it",
     "different numbers of steps": "says which ranks are behind, and what a rank without a batch calls",
@@ -104,6 +105,27 @@ EXPLAINED = {
     "numpy's generator is at": 'the end of "the state of generators is malformed", a DamagedError',
     "numpy's generator was a": "says that numpy's generator is of another kind than when it was saved",
     "has format": "says which format this release reads",
+    "and the optimizer here is": "says what was saved, and what is here",
+    "the optimizer had parameter groups of": "says what was saved, and what is here",
+    "of the optimizer was": "says what was saved, and what is here",
+    "it is of another model": "says what was saved, and what is here",
+    "the checkpoint has": "names what it has, or lacks",
+    "loss_scaler, and attach was given": "says what was saved, and what is here",
+    "rejects the saved state": "names the object, and quotes its error",
+    "values of its own (attach had ignore in its Tuning)": "says how many ranks are wanted",
+    "there is no checkpoint in": "names the folder, and the rank that does not see it",
+    "has not completed it within": "names the rank; the page has its twin, of a rank that has not written its part",
+    "it is the next step that will be left out": "says what happens",
+    "there is a new parameter": "names it and the ranks, and says what to do on all of them",
+    "is no longer in the optimizer on": "names it and the ranks, and says what to do on all of them",
+    "cleared gradients inside an accumulation window": "names the rank and the calls that clear",
+    "to gradients that the last optimizer.step() has used": "names the rank and the call that was left out",
+    "the ranks' loss scalers differ": "has the scale of each rank, and says how to make them equal",
+    "is frozen (requires_grad=False) on": "names it and the ranks, and says what to do on all of them",
+    "was exchanged, tied or left out on some ranks only": "names it and the ranks, and says what to do on all of them",
+    "cannot listen": "has the system's reason, and says what is used in its place",
+    "transport \0 for \0 ranks": "says which transport a communicator uses",
+    "worker \0 has not come": "names the worker",
     "the checkpoint was not written within": "the limit is the caller's own",
     "the thread that writes the checkpoint": "says that the process was forked, and has not called save()",
     "a parameter was added to the optimizer, and no": "says that a backward() comes first",
@@ -145,7 +167,7 @@ SAID = [said for said in texts_said() if needs_telling(said)]
 
 @pytest.mark.parametrize("text", errors_told())
 def test_texts_of_errors_are_those_of_the_code(text: str) -> None:
-    """A heading has "..." where the code fills something in."""
+    """A row has "..." where the code fills something in."""
     pieces = [piece.strip() for piece in text.split("...") if piece.strip(" ,()")]
     lines = [*texts_in_the_code().splitlines(), *(said.text for said in SAID)]
     found = [line for line in lines if all(piece in line for piece in pieces)]
@@ -156,10 +178,10 @@ def test_texts_of_errors_are_those_of_the_code(text: str) -> None:
 def test_log_lines_and_errors_between_ranks_are_told(said: Said) -> None:
     shown = said.text.replace(GAP, "...")
     assert any(is_found(said, text) for text in errors_told()) or any(part in said.text for part in EXPLAINED), (
-        f"{said.where} says {shown!r}, which docs/troubleshooting.md does not have. Add a section with the heading "
-        f"### `<its first words, with ... for what is filled in>`, or **`the text`** in the section of a similar one, "
-        "and say what its reader should do. If the text itself says all of that, add its first words to EXPLAINED "
-        "in tests/docs/test_pages.py, with the reason"
+        f"{said.where} says {shown!r}, which docs/behaviour.md does not have. Mark the test that provokes it: "
+        '@pytest.mark.behaviour("<section>", "`<its first words, with ... for what is filled in>`", '
+        '"<what its reader should do>"), and run docs/behaviour.py. If the text itself says all of that, add its '
+        "first words to EXPLAINED in tests/docs/test_pages.py, with the reason"
     )
 
 
@@ -208,6 +230,34 @@ class TestTheSitesHook:
         assert (
             hook.with_pages(text) == "See [FAQ](../faq.md) and [Fault tolerance and elastic training](../survival.md)."
         )
+
+    def test_names_of_attributes_are_no_types(self, hook: ModuleType) -> None:
+        text = "Attributes:\n    a, b: those.\n    c: that."
+        assert hook.with_hanging_lines(text) == text.replace("a, b", "a,\N{NO-BREAK SPACE}b")
+
+    def test_signatures_as_users_call_them(self, hook: ModuleType) -> None:
+        griffe = pytest.importorskip("griffe")
+        code = "_A = 3\n_M = TypeVar('_M', bound=Module)\ndef f(x: _M, a=_A, b=0, *, c, **unknown: NoReturn) -> _M: ..."
+        function = griffe.visit("m", Path("m.py"), code)["f"]
+        hook.as_called(function)
+        assert str(function.signature()) == "f(x: Module, a=3, b=0, *, c) -> Module"
+
+    def test_what_is_hidden(self, hook: ModuleType) -> None:
+        griffe = pytest.importorskip("griffe")
+        code = "class C:\n    def f(self): ...\n    def g(self): 'Internal.'\n    def h(self): 'H.'"
+        module = griffe.visit("m", Path("m.py"), code)
+        hook.hide(module, {"C": "f"})
+        assert list(module["C"].members) == ["h"]
+        with pytest.raises(KeyError):
+            hook.hide(module, {"C": "f"})
+
+    def test_hidden_names_exist_and_functions_are_no_modules(self, hook: ModuleType) -> None:
+        griffe = pytest.importorskip("griffe")
+        package = griffe.load("pycomm", search_paths=[ROOT])
+        hook.hide(package, hook.HIDDEN)
+        hook.shadow_modules(package)
+        for name in ("schedule.ring", "schedule.verify", "parallel.mesh", "parallel.split", "kernels.pack"):
+            assert package[name].is_function, name
 
     def test_groups_name_every_argument(self, hook: ModuleType) -> None:
         griffe = pytest.importorskip("griffe")

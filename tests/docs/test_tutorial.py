@@ -41,6 +41,7 @@ def run(block: Block, folder: Path) -> str:
     port = str(free_port())
     code = block.code.replace("29500", port).replace(" examples/", f" {ROOT}/examples/")
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYCOMM_FLIGHT_DIR": str(folder)}
+    environment["PET_MASTER_PORT"] = port  # torchrun's own default is 29500
     lines = []
     for line in code.splitlines():
         words = shlex.split(line)
@@ -78,6 +79,9 @@ def run(block: Block, folder: Path) -> str:
 def check(block: Block, folder: Path, output: Block) -> None:
     """Compare words exactly; megabytes to 0.01; accuracies to 0.2, as sums differ between processors."""
     got, told = run(block, folder), output.code
+    if told.startswith("...\n"):  # the lines of earlier epochs are left out
+        told = told.partition("\n")[2]
+        got = "".join(got.splitlines(keepends=True)[-told.count("\n") :])
     assert _NUMBER.sub("#", got) == _NUMBER.sub("#", told)
     for pattern, tolerance in ((_ACCURACY, 0.2), (_BYTES, 0.01)):
         figures, expected = ([float(x) for x in pattern.findall(text)] for text in (got, told))

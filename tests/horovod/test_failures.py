@@ -185,6 +185,11 @@ def test_stalls_are_named_before_they_end(tmp_path: Path) -> None:
         hvd.shutdown()
 
 
+@pytest.mark.behaviour(
+    "DistributedDataParallel, HSDP and Horovod",
+    "`operations are not done after ... s, the limit (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): ...`",
+    "Ranks asked for different operations; the text lists who did not ask.",
+)
 @on_ranks(2)
 def test_ranks_that_wait_for_each_other_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "2")

@@ -356,7 +356,7 @@ def test_arguments_that_are_refused() -> None:
             ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step is 0"),
             ({"backward_passes_per_step": 1.5}, TypeError, "backward_passes_per_step is 1.5"),
             ({"op": "mean"}, ValueError, "op is 'mean', wanted one of"),
-            ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ValueError, "goes with Average only"),
+            ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ValueError, "works with Average only"),
             ({"gradient_predivide_factor": 0}, ValueError, "wanted a positive number"),
             ({"groups": -1}, ValueError, "groups is -1"),
             ({"groups": [["x"]]}, ValueError, "groups has a str"),
@@ -416,6 +416,11 @@ def _drifting(hvd: Any, which: str, optimizer: torch.optim.Optimizer, model: nn.
         optimizer.zero_grad()
 
 
+@pytest.mark.behaviour(
+    "DistributedDataParallel, HSDP and Horovod",
+    "let ranks differ under `hvd` with `Min`, `Max`, sparse gradients or your own compression",
+    "`ValueError` everywhere in the same step; for writes, at the next comparison. `Adasum` permits other numbers.",
+)
 @pytest.mark.parametrize(
     ("how", "which", "message"),
     [
@@ -446,6 +451,9 @@ def test_ranks_that_differ_are_named_where_gradients_go_one_by_one(how: int, whi
             train()
 
 
+@pytest.mark.behaviour(
+    "DistributedDataParallel, HSDP and Horovod", "add parameters to `hvd`'s optimizer", "`ValueError` at the next step."
+)
 @pytest.mark.parametrize("how", [1, 2])
 @on_ranks(2)
 def test_parameters_that_nothing_averages_are_an_error(how: int) -> None:

@@ -59,7 +59,7 @@ def test_operations_of_a_set() -> None:
 def test_sets_that_cannot_be() -> None:
     with horovod():
         wrong: list[tuple[Any, str]] = [
-            ([0, 1], "of which there is one already"),
+            ([0, 1], "and a set of these exists already"),
             ([0, 2], "rank 2, wanted ranks of 0 to 1"),
             ([0, 0], "wanted every rank once"),
             ([0.5], "wanted ranks, which are integers"),
@@ -95,7 +95,7 @@ def test_sets_given_to_init() -> None:
         hvd.shutdown()
     with pytest.raises(ValueError, match="process_sets is 'static', wanted a list"):
         hvd.init(process_sets="static")
-    with pytest.raises(ValueError, match=r"process_sets\[1\].*one already"):
+    with pytest.raises(ValueError, match=r"process_sets\[1\].*exists already"):
         hvd.init(process_sets=[hvd.ProcessSet([0]), hvd.ProcessSet([0])])
     assert not hvd.is_initialized()
     hvd.init(process_sets="dynamic")

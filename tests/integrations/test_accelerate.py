@@ -265,7 +265,7 @@ def refused(case: str) -> str:
         ("wrapped later", "ValueError: parameter '0.weight' belongs to a DistributedDataParallel"),
         ("unknown option", "TypeError: attach got an argument 'compress': wanted among algorithm,"),
         ("own option", "TypeError: attach got an argument 'accumulate': wanted among algorithm,"),
-        ("option of attach", "TypeError: attach got an argument 'buffers': it goes with models that no Distributed"),
+        ("option of attach", "TypeError: attach got an argument 'buffers': it is for models without Distributed"),
         ("compiles", r"ValueError: accelerator compiles models \(with AOT_EAGER\), but not this one: model is a Seq"),
         ("FSDP", r"ValueError: accelerator runs FSDP: .*register_hsdp"),
         ("DEEPSPEED", "ValueError: accelerator runs DEEPSPEED: DeepSpeed averages gradients itself: leave pycomm out"),

@@ -199,7 +199,7 @@ def test_options_by_name() -> None:
         called(model, compress=METHOD)
     with pytest.raises(TypeError, match=r"attach got an argument 'process_group': wanted among"):
         called(model, process_group=None)
-    with pytest.raises(TypeError, match=r"attach got an argument 'buffers': it goes with models that no Distributed"):
+    with pytest.raises(TypeError, match=r"attach got an argument 'buffers': it is for models without Distributed"):
         called(ddp, buffers="average")
     assert {"algorithm", "check_replicas", "compression", "per_rank", "timeout"} == REGISTER_OPTIONS
     assert {"shard", "tuning", "check_replicas"} < ATTACH_OPTIONS

@@ -347,7 +347,7 @@ def test_the_default_timeout_is_the_groups(trainers: RankPool) -> None:
         ("unknown", "TypeError: PycommFabricStrategy got an argument 'compress': wanted among accelerator,"),
         (
             "closures",
-            "ValueError: shard is 'optimizer', which does not go with Lightning's Trainer: its optimizers step",
+            "ValueError: shard is 'optimizer', which Lightning's Trainer cannot use: its optimizers step",
         ),
         ("no method", "ValueError: compression is 'topk', wanted one of"),
         (
@@ -355,7 +355,7 @@ def test_the_default_timeout_is_the_groups(trainers: RankPool) -> None:
             "ValueError: checkpoint s3://there/a.ckpt is not in a file system, which is where each rank keeps",
         ),
         ("both", "ValueError: .*belongs to a DistributedDataParallel.*a strategy of pycomm.integrations.lightning"),
-        ("no module", r"ValueError: optimizer is a SGD whose parameters are not .*fabric.setup\(model, optimizer\)"),
+        ("no module", r"ValueError: optimizer is a SGD whose parameters do not .*fabric.setup\(model, optimizer\)"),
     ],
 )
 def test_mistakes(trainers: RankPool, tmp_path: Path, case: str, says: str) -> None:

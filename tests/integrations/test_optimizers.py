@@ -63,7 +63,7 @@ def test_prodigy_is_not_shared_out(two_ranks: RankPool, package: str) -> None:
     """It estimates one rate from all gradients."""
     pytest.importorskip(package)
     for found in two_ranks.run(outcomes, package, ["Prodigy"], "optimizer"):
-        assert 'shard="optimizer" does not go with Prodigy: its step depends on all gradients' in found["Prodigy"]
+        assert 'shard="optimizer" cannot be combined with Prodigy: its step depends on all' in found["Prodigy"]
 
 
 def sums_in_place_of_averages() -> str:

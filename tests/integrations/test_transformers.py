@@ -305,13 +305,13 @@ def refused(case: str, folder: str) -> str:
         ("unknown argument", r"TypeError: .*unexpected keyword argument 'compress'"),
         ("no method", "ValueError: compression is 'topk', wanted one of 'auto'"),
         ("late", "RuntimeError: PycommCallback was added after training had begun"),
-        ("own train", r"RuntimeError: PycommCallback goes with Trainer.train, .* call pycomm.ddp.register\(model\)"),
+        ("own train", r"RuntimeError: PycommCallback works with Trainer.train, .* call pycomm.ddp.register\(model\)"),
         ("attached", "ValueError: parameter 'layers.0.weight' belongs to a DistributedDataParallel, which averages"),
         (
             "is_deepspeed_enabled",
-            "ValueError: PycommCallback does not go with DeepSpeed, which averages gradients itself",
+            "ValueError: PycommCallback cannot be combined with DeepSpeed, which averages gradients itself",
         ),
-        ("is_fsdp_enabled", "ValueError: PycommCallback does not go with FSDP, .*init_process_group"),
+        ("is_fsdp_enabled", "ValueError: PycommCallback cannot be combined with FSDP, .*init_process_group"),
     ],
 )
 def test_mistakes(trainers: RankPool, tmp_path: Path, case: str, says: str) -> None:

@@ -250,7 +250,7 @@ def test_accumulate_quantized_in_threads_and_where_nothing_is_kept() -> None:
 @pytest.mark.parametrize(
     ("cuts", "says"),
     [
-        ([(0, 100), (50, 150)], r"parts\[1\] is from 50 to 150, wanted elements of acc, after those of other parts"),
+        ([(0, 100), (50, 150)], r"parts\[1\] is from 50 to 150, wanted elements of acc, after the parts before it"),
         ([(0, 129)], r"parts\[0\] is from 0 to 129"),
         ([(-1, 5)], r"parts\[0\] is from -1 to 5"),
     ],

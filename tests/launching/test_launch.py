@@ -230,7 +230,7 @@ class TestWrongArguments:
             (
                 {"environment": {"OMP_NUM_THREADS": "7"}, "threads": 2},
                 ValueError,
-                "^environment has OMP_NUM_THREADS '7', and threads is 2: give one of them",
+                "^environment has OMP_NUM_THREADS '7', and threads is 2: pass one of them",
             ),
             ({"environment": {"OMP_NUM_THREADS": "no"}}, ValueError, "^environment has OMP_NUM_THREADS 'no', wanted a"),
             ({"environment": {"OMP_NUM_THREADS": "0"}}, ValueError, "^environment has OMP_NUM_THREADS '0', wanted a"),

@@ -81,7 +81,7 @@ def test_a_process_of_an_older_start_gets_an_error(starts: Starts) -> None:
     (late,) = [text(each) for each in starts("-1-", size=2, timeout=0.2) if each.error is not None]
     assert re.match("TimeoutError: rank 1 of 2 has waited 0.2 s .*: start 2, .* has begun without this process", late)
     overtaken, rank_0, other = starts("001", 0.0, 0.5, 0.5, size=2)
-    assert text(overtaken).endswith("rank 0, is of start 3 of its job, and a later one has begun")
+    assert text(overtaken).endswith("rank 0, belongs to start 3 of its job, but a later one has begun")
     assert rank_0.result == other.result != []
 
 

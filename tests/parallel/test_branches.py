@@ -155,7 +155,7 @@ def test_wrong_arguments_are_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"make_branches": [classes]}, "has 1 branches, wanted one for each of 2 ranks"),
-        ({"make_branches": [1, 2]}, "no sequence of functions"),
+        ({"make_branches": [1, 2]}, "not a sequence of functions"),
         ({"combine": "product"}, "combine is 'product'"),
         ({"dim": "last"}, "dim is 'last'"),
     ]
@@ -163,7 +163,7 @@ def test_wrong_arguments_are_refused_on_every_rank() -> None:
         given: dict[str, Any] = {"make_branches": [classes, boxes], **(arguments if rank else {})}
         with pytest.raises((TypeError, ValueError), match=told if rank else "rank 1 could not make these branches: "):
             parallel.Branches(**given)
-    with pytest.raises(ValueError, match="alike: rank 0 has .combine = 'list'., rank 1 .combine = 'sum'"):
+    with pytest.raises(ValueError, match="make these branches: rank 0 has .combine = 'list'., rank 1 .combine = 'sum'"):
         parallel.Branches([classes, boxes], combine="sum" if rank else "list")
     for combine in ("sum", "concatenate"):
         with pytest.raises(ValueError, match=r"branch 0 has the shape \[.*\], branch 1 \["):

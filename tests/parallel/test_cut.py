@@ -86,7 +86,7 @@ def test_any_other_model_is_cut_by_tracing(model: nn.Module, stages: list[list[s
     [
         ([], "wanted one or more names"),
         ([["0"], []], "wanted one or more names"),
-        ([["0"], ["nothing"]], "'nothing', which the model has not"),
+        ([["0"], ["nothing"]], "'nothing', which is not in the model"),
         ([["0"], ["2", "1"]], "stage 1 has '2' where the model runs '1.0.0'"),
         ([["0"], ["1"]], "'2' is in no stage"),
         ([["0", "1"], ["1", "2"]], "where the model runs '2'"),
@@ -98,15 +98,20 @@ def test_wrong_stages_are_refused(stages: list[list[str]], told: str) -> None:
         cut(layers(), stages)
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    "tie parameters of two stages, or cut a stage without parameters",
+    "`ValueError`.",
+)
 def test_a_model_that_cannot_be_cut_is_refused() -> None:
     x = torch.randn(2, WIDTH)
     with pytest.raises(ValueError, match="requires an example"):
         cut(Shortcut(), [["a"], ["b"]])
-    with pytest.raises(ValueError, match="'e', which the model has not"):
+    with pytest.raises(ValueError, match="'e', which is not in the model"):
         cut(Shortcut(), [["a"], ["e"]], x)
     with pytest.raises(ValueError, match="cannot be traced"):
         cut(Shortcut(), [["a"], ["b"]], torch.randn(2, WIDTH + 1))
-    with pytest.raises(ValueError, match="'b.weight' is 'a.weight', too"):
+    with pytest.raises(ValueError, match="'b.weight' is the same as 'a.weight'"):
         cut(Tied(), [["a"], ["b"]], x)
     tied = Tied()
     with pytest.raises(ValueError, match="'1.weight' is used by stage 0 and by stage 1"):
@@ -115,6 +120,11 @@ def test_a_model_that_cannot_be_cut_is_refused() -> None:
         cut(nn.Sequential(tied.a, nn.Tanh()), [["0"], ["1"]])
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    "switch a traced stage between training and evaluation",
+    "Error. `functional.dropout` keeps its mode silently.",
+)
 def test_a_traced_model_keeps_the_mode_of_its_dropout() -> None:
     class Dropping(Shortcut):
         def __init__(self) -> None:

@@ -180,7 +180,7 @@ def test_wrong_arguments_are_refused_on_every_rank() -> None:
         given = {"experts": 4, "width": 2, **(arguments if rank else {})}
         with pytest.raises((TypeError, ValueError), match=told if rank else "rank 1 could not (make|send)"):
             parallel.Experts(lambda: nn.Linear(2, 2), **given)
-    with pytest.raises(ValueError, match="alike: rank 0 has 'top_k = 1', rank 1 'top_k = 2'"):
+    with pytest.raises(ValueError, match="the ranks differ on how to .*: rank 0 has 'top_k = 1', rank 1 'top_k = 2'"):
         parallel.Experts(lambda: nn.Linear(2, 2), 4, 2, top_k=1 + rank)
     layer = parallel.Experts(lambda: nn.Linear(2, 2), 4, 2)
     for x, told in ((torch.ones(3, 3), r"x has the shape \[3, 3\]"), (torch.ones(3, 2).long(), "x is a torch.int64")):

@@ -88,7 +88,7 @@ def test_wrong_requests_are_refused_on_every_rank() -> None:
             parallel.mesh(**sizes)
     with pytest.raises(TypeError, match="tp is 'two'"):
         parallel.mesh(tp="two")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the ranks would not make this mesh alike: rank 0 has '"):
+    with pytest.raises(ValueError, match="the ranks differ on how to make this mesh: rank 0 has '"):
         parallel.mesh(dp=2 if rank else None, tp=None if rank else 2)
     with pytest.raises(ValueError, match="dp=1 makes 1 ranks" if rank else "rank 1 could not make this mesh: dp=1"):
         parallel.mesh(dp=1 if rank else 2)

@@ -166,8 +166,8 @@ def test_wrong_pipelines_are_refused_on_every_rank() -> None:
     refused("schedule is NoneType", [a, b], None, microbatches=2, kind=TypeError)
     refused("is for 3 ranks, the group has 2", [a, b], tables.gpipe(3, 2))
     refused("stage 1 to stage 0", [a, b], microbatches=2, skips=[("t", 1, 0)])
-    refused("given by stage 0 and by stage 1", layers(4), tables.zero_bubble_v(2, 2), skips=[("t", 0, 2), ("t", 1, 2)])
-    refused("would not make this pipeline alike", [a, b], microbatches=2 + rank)
+    refused("on by stage 0 and by stage 1", layers(4), tables.zero_bubble_v(2, 2), skips=[("t", 0, 2), ("t", 1, 2)])
+    refused("differ on how to make this pipeline", [a, b], microbatches=2 + rank)
     refused("loss: True", [a, b], microbatches=2, loss=mean_square if rank else None)
     for wrong in mutations(tables.one_f_one_b(2, 3), 3, seed=0):
         refused("", [a, b], wrong)
@@ -214,6 +214,11 @@ class Failing(nn.Linear):
         return y
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    "let a pipeline's stage raise",
+    "That rank gets the error, the others a `CommError`; the next step works.",
+)
 @pytest.mark.parametrize(("failing", "where"), [(0, "forward"), (1, "forward"), (2, "forward"), (2, "backward")])
 @on_world(3, timeout=40)
 def test_all_hear_of_a_stage_that_fails_and_the_next_step_works(failing: int, where: str) -> None:

@@ -178,6 +178,11 @@ REFUSED: list[tuple[nn.Module, Any, str]] = [
 ]
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    "split grouped convolutions, or layers inside `nn.MultiheadAttention`",
+    "`ValueError` everywhere.",
+)
 @on_world(2)
 def test_wrong_plans_are_refused_on_every_rank() -> None:
     mesh, rank = parallel.mesh(tp=2), dist.get_rank()

@@ -39,6 +39,11 @@ LONE: dict[str, tuple[str, Callable[[Training], Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.behaviour(
+    "Starting and launching",
+    "call `save` or `load` under `if rank == 0:`",
+    "Error everywhere that names the line. Call them on all ranks; each file is written once.",
+)
 @pytest.mark.parametrize("between_hosts", [False, True], ids=["one host", "tcp"])
 @pytest.mark.parametrize("name", LONE)
 @on_ranks(2, fresh=True)
@@ -136,6 +141,11 @@ def save_before_a_barrier(folder: str) -> str | None:
     return text
 
 
+@pytest.mark.behaviour(
+    "Starting and launching",
+    "`All ranks must call ...(), as this one does at ...`",
+    "One rank alone made this call, usually under `if rank == 0:`.",
+)
 @pytest.mark.parametrize(
     ("run", "what"), [(save_at_the_end, "it has ended its training"), (save_before_a_barrier, "timed out waiting")]
 )

@@ -204,6 +204,11 @@ class Busy:
         raise RuntimeError("reentrant call")
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`the last operations of this rank are in ...`",
+    "`pycomm explain` with these files says which rank did something else.",
+)
 def test_sigusr2_comes_while_the_program_writes_to_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,7 +295,7 @@ def test_the_default_folder_is_this_users_alone(
     elsewhere = default_folder.rename(default_folder.with_name("elsewhere"))
     default_folder.symlink_to(elsewhere)
     assert dump("it is a link") is None
-    assert "it is no folder, or a link to one" in caplog.text
+    assert "it is not a folder, or is a link to one" in caplog.text
     assert list(elsewhere.iterdir()) == []
 
 

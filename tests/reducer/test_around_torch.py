@@ -71,6 +71,9 @@ def test_an_exception_that_no_forward_notices() -> None:
             model.zero_grad()
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters", "use compiled autograd", "Error. `torch.compile` of the model works."
+)
 @pytest.mark.parametrize("fullgraph", [False, True])
 @on_ranks(2, timeout=110, fresh=True)
 def test_compiled_autograd_is_refused(fullgraph: bool) -> None:
@@ -80,7 +83,7 @@ def test_compiled_autograd_is_refused(fullgraph: bool) -> None:
     model = make_model()
     reducer = pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(timeout=30))
     with ca._enable(torch.compile(backend="eager", fullgraph=fullgraph)):
-        says = r"compiled autograd does not call pycomm's hooks as backward\(\) goes: leave it off"
+        says = r"compiled autograd does not call pycomm's hooks during backward\(\): turn it off"
         with pytest.raises(RuntimeError, match="pycomm_gradient_hook" if fullgraph else says):
             loss_of(model, dist.get_rank(), 0).backward()
     reducer.detach()

@@ -61,6 +61,11 @@ TAKEN: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "freeze float8, quantized or sparse parameters",
+    "Left alone, or set to rank 0's bytes if they are plain memory.",
+)
 @pytest.mark.filterwarnings("ignore:.*(Sparse|quantized|ComplexHalf)")
 @pytest.mark.parametrize("buffers", ["local", "broadcast", "average"])
 @on_ranks(2)
@@ -134,6 +139,11 @@ def differ(kind: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "buffers or frozen parameters with another size or dtype on one rank",
+    "`ValueError` everywhere.",
+)
 @pytest.mark.filterwarnings("ignore:.*Sparse")
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_ranks_that_differ_are_named_on_all(two_ranks: RankPool, kind: str) -> None:
@@ -167,6 +177,11 @@ def attach_refused(number: int, guilty: list[int]) -> str:
     return f"{type(caught.value).__name__} {caught.value}"
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "train sparse, complex, float8 or overlapping parameters",
+    "`TypeError` or `ValueError` everywhere.",
+)
 @pytest.mark.filterwarnings("ignore:.*Sparse")
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_trainable_ones_are_refused_by_name(two_ranks: RankPool, number: int) -> None:
@@ -199,7 +214,7 @@ def test_gradients_of_another_dtype_are_refused() -> None:
 def test_lazy_tensors_are_named() -> None:
     model = make_model()
     model.append(nn.LazyLinear(3))
-    with pytest.raises(TypeError, match="parameter or buffer '5.weight' is not initialised: run a forward"):
+    with pytest.raises(TypeError, match="parameter or buffer '5.weight' is not initialised: first run a forward"):
         pycomm.attach(sgd(model[:5]), model)
 
 
@@ -223,6 +238,12 @@ def keyed(how: str) -> str:
     return "attached"
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "`the optimizer state of rank ... does not fit rank ...: ...`",
+    '`attach` copies rank 0\'s state. If ranks hold shards: `Tuning(ignore=["optimizer state"])`. Otherwise load it '
+    "on all ranks.",
+)
 def test_state_that_rank_0_lacks(two_ranks: RankPool) -> None:
     for how, says in (
         ("on one", "'momentum_buffer' of parameter '2.bias'"),
@@ -231,7 +252,7 @@ def test_state_that_rank_0_lacks(two_ranks: RankPool) -> None:
         first, second = two_ranks.run(keyed, how)
         assert first == second
         assert first.startswith(
-            f"the optimizer state of rank 0 does not fit rank 1: this has {says}, which would be lost"
+            f"the optimizer state of rank 0 does not fit rank 1: it has {says}, which would be lost"
         )
         assert 'ignore=["optimizer state"]' in first
     assert two_ranks.run(keyed, "keep") == ["attached", "attached"]
@@ -264,5 +285,5 @@ def test_a_sharded_optimizer_is_resumed_with_its_state() -> None:
     for here, there in zip(train(True), train(False), strict=True):
         assert torch.equal(here, there)
     for options, says in (({"on_failure": "shrink"}, "Survive"), ({"shard": "optimizer"}, "shard")):
-        with pytest.raises(ValueError, match=rf'ignore=\["optimizer state"\] does not go with .*{says}'):
+        with pytest.raises(ValueError, match=rf'ignore=\["optimizer state"\] cannot be combined with .*{says}'):
             pycomm.attach(sgd(model), model, **grouped(ignore=["optimizer state"], **options))

@@ -115,7 +115,7 @@ def test_only_attach_knows_the_whole_gradient() -> None:
         lambda: pycomm.local_sgd(optimizer, model, every=2, compression=method),
         lambda: pycomm.parameter_server(optimizer, model, compression=method),
     ):
-        with pytest.raises(ValueError, match="clip_local_norm=1.0 goes with pycomm.attach only"):
+        with pytest.raises(ValueError, match="clip_local_norm=1.0 works with pycomm.attach only"):
             use()
 
 

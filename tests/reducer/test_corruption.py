@@ -97,6 +97,11 @@ def test_a_bit_of_a_parameter() -> None:
     check_found(training, training.until_found(), "2.weight")
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "let a bit flip in a parameter or average",
+    "`CommError` that names the outvoted rank; with `survive`, the others continue.",
+)
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(0.1), pycomm.PowerSGD(2)], ids=repr)
 @on_ranks(2, 3, 4)
 def test_a_bit_of_an_averaged_gradient(compression: Any) -> None:
@@ -127,6 +132,11 @@ def check_found(training: Training, error: pycomm.CommError, name: str) -> None:
     training.reducer.detach()
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "`... is not what the last step left there`",
+    "Bits of a residual flipped, or other code wrote them. Replace the machine; load a checkpoint.",
+)
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("compression", "key"),

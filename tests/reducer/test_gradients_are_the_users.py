@@ -46,6 +46,11 @@ class Images(nn.Module):
         return self.head(torch.tanh(self.body(x.view(-1, 1, 3, 4))).flatten(1))
 
 
+@pytest.mark.behaviour(
+    "Gradients",
+    "replace `.grad`'s memory: `.data =`, `set_()`, `model._apply`",
+    "It stays as you left it; the next averages are right.",
+)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("how", ["data", "set_", "clone", "apply", "memory_format"])
 @on_ranks(2)
@@ -127,6 +132,9 @@ def keep(kept_as: str, method: str, which: int, passes: int) -> None:
         assert reducer.stats()["steps"] == 5
 
 
+@pytest.mark.behaviour(
+    "Gradients", "keep a gradient across steps without a clone", "It keeps its values, at the cost of a copy."
+)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kept_as", KEPT)
 @on_ranks(2)
@@ -238,6 +246,16 @@ def test_residuals_are_nobodys() -> None:
         assert torch.equal(entry["residual"], states[1][name]["residual"])
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "call `model.double()` or `model.cuda()` while attached",
+    "Error at the next backward. Call `detach()` first.",
+)
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "`this Reducer no longer takes part after an earlier error: ...`",
+    "The end of the text is the error to look at. Attach again, or restart.",
+)
 @on_ranks(2)
 def test_a_converted_model_is_an_error() -> None:
     model = make_model(dtype=torch.float32)

@@ -30,6 +30,11 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "train a `deepcopy` of an attached module",
+    "Error before its step. Attach the copy, or train it inside `paused()`.",
+)
 @pytest.mark.parametrize("drop", [False, True], ids=["original lives", "original is gone"])
 @pytest.mark.parametrize("how", COPIES)
 @on_ranks(2)
@@ -109,6 +114,11 @@ def test_an_optimizer_that_gets_a_copys_parameters_later() -> None:
             other.step()
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "train a `deepcopy` of an attached module",
+    "Error before its step. Attach the copy, or train it inside `paused()`.",
+)
 @on_ranks(2)
 def test_copies_that_are_attached_or_need_no_average() -> None:
     rank, model = dist.get_rank(), make_model()
@@ -195,6 +205,11 @@ def test_a_layer_that_comes_beside(attaches: bool) -> None:
     assert attaches or f"'{len(model) - 1}.weight'" in said[0]
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "replace layers, or call `load_state_dict(assign=True)`, and train with another optimizer",
+    "Error in backward, or at that optimizer's step.",
+)
 @pytest.mark.parametrize("whole", [True, False])
 @on_ranks(2)
 def test_parameters_that_nobody_told_of(whole: bool) -> None:
@@ -210,6 +225,11 @@ def test_parameters_that_nobody_told_of(whole: bool) -> None:
             loss_of(model, rank, 0).backward()
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "replace layers, or call `load_state_dict(assign=True)`, and train with another optimizer",
+    "Error in backward, or at that optimizer's step.",
+)
 @on_ranks(2)
 def test_parameters_that_no_forward_showed() -> None:
     """The model is trained by a method, by another optimizer: its step shows the new parameters."""
@@ -223,6 +243,11 @@ def test_parameters_that_no_forward_showed() -> None:
             other.step()
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "`the new parameter ... had different values on the ranks`",
+    "No forward of the module showed it. Initialize it from the same seed.",
+)
 @pytest.mark.parametrize("differ", [True, False])
 @on_ranks(2)
 def test_new_parameters_that_differ(differ: bool) -> None:
@@ -267,6 +292,11 @@ def test_functional_calls_exchange_parameters_for_a_while() -> None:
 METHODS = [None, pycomm.TopK(1.0), pycomm.DGC(1.0, momentum=0.5)]
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "replace all parameters on all ranks (densification)",
+    "Rank 0's values count; old state is dropped.",
+)
 @pytest.mark.parametrize("compression", METHODS, ids=repr)
 @on_ranks(2)
 def test_all_parameters_replaced(compression: Any) -> None:

@@ -136,7 +136,7 @@ def mistaken(how: str, guilty: list[int]) -> str:
 MISTAKES = {
     "no such name": "ValueError: ignore has 'expert.*', which matches none of the 13 parameters and buffers, 'trunk.0",
     "a module's name": "ValueError: ignore has 'experts', which matches no parameter or buffer: for all of that module",
-    "another's parameter": "ValueError: ignore has a tensor of shape [3], which is none of the model's",
+    "another's parameter": "ValueError: ignore has a tensor of shape [3], which is not among the model's",
     "everything": "ValueError: ignore=['*'] leaves no parameter of the optimizer to average",
     "all that is trained": "leaves no parameter of the optimizer to average",
     "a text": "TypeError: ignore is 'experts.*', wanted a list of names, patterns, parameters or modules",
@@ -144,7 +144,7 @@ MISTAKES = {
     "a number": "TypeError: ignore is a int, wanted a list of names",
     "numbers": "TypeError: ignore has 3, wanted names of parameters, patterns such as 'experts.*'",
     "an empty module": "ValueError: ignore has a Tanh without parameters and buffers",
-    "with a scaler": "ValueError: ignore has 'experts.0.weight', which the attached optimizer steps, and does not go",
+    "with a scaler": "ValueError: ignore has 'experts.0.weight', which the attached optimizer steps; this cannot be",
 }
 
 
@@ -164,6 +164,11 @@ def test_patterns_must_be_equal() -> None:
         pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(ignore=[["experts.*"], ["experts.0.*"]][dist.get_rank()]))
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "`parameters of the module that this optimizer does not have differ between the ranks`",
+    "They are not overwritten. Experts: `Tuning(ignore=[...])`. Others: attach them, or use one seed.",
+)
 @on_ranks(2)
 def test_parameters_that_differ_outside_stay_and_are_named_once() -> None:
     rank = dist.get_rank()
@@ -182,7 +187,7 @@ def test_parameters_that_differ_outside_stay_and_are_named_once() -> None:
         "differ between the ranks: 'trunk.0.weight', 'experts.0.weight', 'experts.0.bias'. Each rank keeps" in said[0]
     )
     assert "tuning=pycomm.Tuning(ignore=[names or patterns])" in said[0]
-    assert "make the model from the same seed on all ranks" in said[0]
+    assert "build the model from the same seed on all ranks" in said[0]
     for p, was in zip(model.experts.parameters(), before, strict=True):
         assert torch.equal(p, was)
     assert float(model.trunk[4].weight.detach().sum()) == 0  # frozen: rank 0's
@@ -251,6 +256,11 @@ def loading(folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "load ignored values into another number of ranks",
+    "Error. Use the same number, or drop `ignore`.",
+)
 def test_checkpoints_have_each_ranks_own(rank_pools: Any, tmp_path: Path) -> None:
     rank_pools(2).run(saving, str(tmp_path), 2)
     for message in rank_pools(3).run(loading, str(tmp_path)):

@@ -106,6 +106,9 @@ def test_a_rank_that_ends_well_after_one_step_logs_no_alarm(first: int, end: str
     assert failed == []
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters", "drop the optimizer after `attach` got names only", "Error at the next backward."
+)
 @on_ranks(2)
 def test_it_lives_as_long_as_optimizer_or_module() -> None:
     """A Reducer that nobody keeps goes on; without optimizer and module, gradients are not silently local."""
@@ -232,6 +235,11 @@ def test_control_c_during_attach(new_ranks: Pools, over_hosts: bool) -> None:
     assert took < 40  # of the timeout's 60
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "raise an exception in backward",
+    "The pass is dropped. If gradients were already sent: error everywhere.",
+)
 @on_ranks(1)
 def test_an_exception_in_backward_with_one_rank() -> None:
     model = make_model()

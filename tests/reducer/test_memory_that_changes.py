@@ -70,6 +70,11 @@ ATTACHED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "change the memory format while attached",
+    "Gradients are right; sending takes a copy.",
+)
 @pytest.mark.parametrize("kind", list(ATTACHED))
 @pytest.mark.parametrize("at", ["all ranks", "one rank"])
 @on_ranks(2)
@@ -269,6 +274,11 @@ class _Removed:
         self.close = handle.remove
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "another memory format on one rank at `attach`, or another shape through `.data`",
+    "Error everywhere.",
+)
 @on_ranks(2)
 def test_orders_that_differ_at_attach_are_an_error() -> None:
     model = Images()
@@ -301,6 +311,11 @@ class Sum(nn.Module):
         return self.one.square().sum() + self.other.square().sum()
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "another memory format on one rank at `attach`, or another shape through `.data`",
+    "Error everywhere.",
+)
 @pytest.mark.parametrize(
     ("kind", "at", "change"),
     [

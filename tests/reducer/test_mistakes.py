@@ -59,6 +59,11 @@ def attach_differently(kind: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.behaviour(
+    "Starting and launching",
+    "`the ranks disagree: ...`",
+    "In `attach`: another model, setting or order of parameters, or an argument that depends on the rank.",
+)
 @pytest.mark.parametrize(
     ("kinds", "says"),
     [
@@ -82,6 +87,11 @@ def test_ranks_that_differ(two_ranks: RankPool, kinds: list[str], says: str) -> 
     assert says in messages[0]
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "another order of the optimizer's parameters on one rank",
+    "`ValueError` everywhere.",
+)
 @pytest.mark.parametrize("call", ["attach", "horovod"])
 @on_ranks(2)
 def test_parameters_in_another_order(call: str) -> None:
@@ -250,6 +260,12 @@ def test_without_a_process_group() -> None:
         pycomm.attach(sgd(model), model)
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "`backward() ran again on the averaged gradient of ...`",
+    "For several passes per step, pass `accumulate=n`. For other losses, use `paused()`. Otherwise `zero_grad()` "
+    "is missing.",
+)
 @pytest.mark.parametrize("options", [{"compression": pycomm.TopK(0.5)}, {"average": False}], ids=["topk", "sum"])
 @on_ranks(2)
 def test_backward_twice_where_that_means_nothing(options: dict[str, Any]) -> None:
@@ -279,6 +295,11 @@ def test_backward_twice_is_right_for_means() -> None:
             close(p.grad, q.grad)
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "raise an exception in backward",
+    "The pass is dropped. If gradients were already sent: error everywhere.",
+)
 @on_ranks(2)
 def test_an_exception_in_backward() -> None:
     rank = dist.get_rank()
@@ -303,6 +324,9 @@ def test_an_exception_in_backward() -> None:
         assert reducer.stats()["steps"] == 1
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters", "sparse gradients", "`ValueError` in backward. `pycomm.horovod` averages them."
+)
 @on_ranks(2)
 def test_sparse_gradients_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
@@ -311,6 +335,11 @@ def test_sparse_gradients_are_refused() -> None:
             model(torch.tensor([1, 2])).sum().backward()
 
 
+@pytest.mark.behaviour(
+    "Gradients",
+    "`the gradient of ... has not been averaged: ...`",
+    "For parameters added after `attach`, call the attached module itself, or attach again.",
+)
 @on_ranks(2)
 def test_a_gradient_that_nobody_averaged_is_not_stepped_on() -> None:
     model = make_model()

@@ -78,6 +78,11 @@ def change(kinds: list[str], mode: str, guilty: list[int], over: bool) -> list[s
     return found
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "change a buffer's size on one rank, with `buffers=`",
+    "`ValueError` everywhere in backward.",
+)
 @pytest.mark.filterwarnings("ignore:.*Sparse")
 @pytest.mark.parametrize(
     ("over", "kinds"),

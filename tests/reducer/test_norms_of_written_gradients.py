@@ -107,6 +107,9 @@ def train(how: str, write: Callable[[Grads, Grads], None], *, fused: bool) -> No
                 torch.testing.assert_close(old - p.detach(), change, **rough)
 
 
+@pytest.mark.behaviour(
+    "Gradients", "write gradients before `clip_grad_norm`, also through NumPy", "The norm is of the new contents."
+)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("how", ["dense", "FP16", "TopK", "windows", "shard"])
 @on_ranks(2)
@@ -225,6 +228,11 @@ def test_a_step_left_out_after_clipping(to_none: bool) -> None:
         torch.testing.assert_close(p.detach(), torch.zeros_like(p))
 
 
+@pytest.mark.behaviour(
+    "Gradients",
+    "write half-precision gradients after `LossScaler.unscale_`, with masters",
+    "Error at `step()`, which uses the masters' gradients.",
+)
 @pytest.mark.parametrize("way", ["amp", "data", "clamp", "numpy"])
 def test_scaled_half_gradients_written_after_unscaling(way: str) -> None:
     """Steps use the masters' gradients: writing to the scaled ones is an error, however it is done."""
@@ -268,6 +276,11 @@ BETWEEN: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 }
 
 
+@pytest.mark.behaviour(
+    "Gradients",
+    "`between clip_grad_norm(), or LossScaler.step(), and the fused step`",
+    "The step would multiply what you wrote by the clipping factor. Add penalties and noise before clipping.",
+)
 @pytest.mark.parametrize("way", BETWEEN)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_ranks(1, 2)

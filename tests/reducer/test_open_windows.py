@@ -46,6 +46,9 @@ def test_windows_of_any_length(compression: Any) -> None:
         assert_replicas_equal(model)
 
 
+@pytest.mark.behaviour(
+    "Passes and steps", "pass a function as `accumulate=`, and step although no pass was the last", "Error."
+)
 @on_ranks(2)
 def test_a_step_without_a_last_pass_is_an_error() -> None:
     rank = dist.get_rank()
@@ -110,6 +113,11 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 CLEARED = [by_optimizer, to_zeros, by_module, by_hand]
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "clear gradients in an accumulation window",
+    "Its passes are discarded. On some ranks only: error everywhere.",
+)
 @pytest.mark.parametrize("clear", CLEARED, ids=lambda clear: clear.__name__)
 @pytest.mark.parametrize(
     ("options", "dtype"),
@@ -171,6 +179,11 @@ def test_an_exception_in_a_window_that_the_script_clears() -> None:
         optimizer.step()
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "clear gradients in an accumulation window",
+    "Its passes are discarded. On some ranks only: error everywhere.",
+)
 @pytest.mark.parametrize("clear", CLEARED, ids=lambda clear: clear.__name__)
 @on_ranks(2, 3)
 def test_gradients_that_one_rank_alone_clears(clear: Any) -> None:

@@ -42,6 +42,11 @@ GIVEN: dict[str, Callable[[Any, DistributedDataParallel], Any]] = {
 }
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "attach a model in DistributedDataParallel, also through Fabric or Accelerate",
+    "`ValueError`. Train without the wrapper, or use `pycomm.ddp`.",
+)
 @pytest.mark.parametrize("given", GIVEN)
 @on_ranks(2)
 def test_ddp_before_attach(given: str) -> None:
@@ -67,6 +72,11 @@ def require_averages(model: nn.Module, step: int) -> None:
         close(p.grad, wanted[name])
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "wrap an attached model in DistributedDataParallel",
+    "`ValueError` in the wrapper's forward. With `replicate()`, or forwards of parts only: averaged twice.",
+)
 @pytest.mark.parametrize("how", ["module", "a part", "replicate"])
 @on_ranks(2)
 def test_ddp_after_attach(how: str) -> None:
@@ -88,6 +98,11 @@ def test_ddp_after_attach(how: str) -> None:
             require_averages(model, 0)
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "wrap parameters that `attach` got by name only",
+    "Gradients are right, but averaged twice.",
+)
 @on_ranks(2)
 def test_ddp_around_what_was_given_by_name_averages_again() -> None:
     rank, model = dist.get_rank(), make_model()
@@ -100,6 +115,11 @@ def test_ddp_around_what_was_given_by_name_averages_again() -> None:
             require_averages(model, step)
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "attach FSDP's parameters, or call `fully_shard` later",
+    "`TypeError` or `ValueError`; later, an error in backward.",
+)
 @on_ranks(2)
 def test_sharded_parameters_are_refused() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -143,6 +163,11 @@ def test_parameters_without_memory_are_refused() -> None:
         pycomm.attach(sgd(stepped), stepped)
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "register hooks on parameters",
+    "They see this rank's gradient before it is averaged, and may change it.",
+)
 @on_ranks(2)
 def test_hooks_of_others_come_first() -> None:
     """Hooks that were registered after attach see, and may change, this rank's gradient before it is averaged."""
@@ -169,6 +194,11 @@ def test_hooks_of_others_come_first() -> None:
                 close(p.grad, wanted[name] / 2)
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "`the gradient of ... has been removed by another hook on this parameter`",
+    "A hook steps and frees gradients during backward. Step after backward.",
+)
 @on_ranks(2)
 def test_a_gradient_that_another_hook_takes_is_an_error() -> None:
     """An optimizer in a hook of its own that comes first: it moves the replica by its own gradient."""

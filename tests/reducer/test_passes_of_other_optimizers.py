@@ -36,6 +36,9 @@ class Gan:
         self.red_g.detach()
 
 
+@pytest.mark.behaviour(
+    "Passes and steps", "run a generator's backward through an attached discriminator", "Use `paused()`."
+)
 @pytest.mark.parametrize("over_hosts", [False, True])
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(1.0)], ids=repr)
 @on_ranks(2)
@@ -127,6 +130,11 @@ def left_out_on_purpose(says_so: bool) -> None:
         assert_replicas_equal(model)
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "skip a step on purpose, with error feedback",
+    "Call `reducer.skip_step()`; otherwise the next backward is an error.",
+)
 def test_a_step_left_out_on_purpose(two_ranks: RankPool) -> None:
     two_ranks.run(left_out_on_purpose, True)
     for error in two_ranks.errors(left_out_on_purpose, False):
@@ -149,6 +157,7 @@ class Sharpness(torch.optim.SGD):
         return loss
 
 
+@pytest.mark.behaviour("Passes and steps", "step a closure that runs two passes", "Both are averaged.")
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=repr)
 @on_ranks(2)
 def test_optimizers_that_ask_twice(compression: Any) -> None:

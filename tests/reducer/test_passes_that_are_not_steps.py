@@ -117,6 +117,11 @@ def test_a_pass_inside_paused_is_local(compression: Any, set_to_none: bool, who:
                     assert tensor.abs().max() < 1e-12  # of density 1 nothing is left
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "leave the gradient of a pass inside `paused()` in `.grad`",
+    "Error at the next backward or step, and on the other ranks.",
+)
 @pytest.mark.parametrize("named", [True, False])
 @on_ranks(2)
 def test_what_a_paused_pass_left_must_go(named: bool) -> None:
@@ -160,6 +165,11 @@ def leftover_of_one_rank(over_hosts: bool) -> str:
     return str(raised.value)
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "leave the gradient of a pass inside `paused()` in `.grad`",
+    "Error at the next backward or step, and on the other ranks.",
+)
 @pytest.mark.parametrize("over_hosts", [False, True])
 def test_the_others_are_told(two_ranks: RankPool, over_hosts: bool) -> None:
     guilty, innocent = two_ranks.run(leftover_of_one_rank, over_hosts)
@@ -214,6 +224,11 @@ def one_extra(named: bool, over_hosts: bool, compression: Any) -> str:
     return str(raised.value)
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "`the ranks are out of step: ...`",
+    "A rank ran a pass or step that others did not: look for `if rank == 0:`. Put local passes into `paused()`.",
+)
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("over_hosts", [False, True])
 def test_ranks_out_of_step_are_told(two_ranks: RankPool, named: bool, over_hosts: bool) -> None:

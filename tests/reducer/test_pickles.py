@@ -67,6 +67,11 @@ def loaded(file: io.BytesIO) -> Any:
         return torch.load(file, weights_only=True)
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "`torch.save` an attached module",
+    "It loads as an ordinary module, without pycomm.",
+)
 @pytest.mark.parametrize("how", HOW)
 @on_ranks(2)
 def test_a_saved_module_is_as_a_bare_one(how: str) -> None:

@@ -44,6 +44,11 @@ def by_func(model: nn.Module, rank: int, step: int) -> None:
 WAYS = {"autograd.grad": by_hand, "func.grad": by_func}
 
 
+@pytest.mark.behaviour(
+    "Gradients",
+    "write `.grad` from `torch.autograd.grad` or `torch.func.grad`, and step",
+    "Error before anything is written. Call `reducer.reduce()` first.",
+)
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
@@ -72,6 +77,11 @@ def update_by_hand(model: nn.Module, rank: int, step: int) -> None:
             param.sub_(0.1 * grad)
 
 
+@pytest.mark.behaviour(
+    "Gradients",
+    "`... no backward() or reduce() of all ranks has averaged any: ...`",
+    "You update by `param.sub_(...)`. Write `.grad` and call `reduce()`. Local updates belong in `paused()`.",
+)
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @on_ranks(2)
 def test_updates_by_hand_with_local_gradients_are_an_error(ranks: tuple[int, ...]) -> None:
@@ -132,6 +142,7 @@ def one_of_them(how: str) -> None:
             run()
 
 
+@pytest.mark.behaviour("Gradients", "step twice on the same averages", "Error, at once also on the other ranks.")
 @pytest.mark.parametrize("how", ["shared_memory", "tcp", "torch"])
 @on_ranks(2, fresh=True)
 def test_two_steps_on_one_rank(how: str) -> None:
@@ -406,6 +417,9 @@ def leave_with(how: str) -> None:
     reducer.detach()
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ", "end the training, or detach, on one rank", "`CommError` at once on ranks that wait for it."
+)
 @pytest.mark.parametrize("how", ["shared_memory", "tcp"])
 def test_a_rank_that_detaches_is_named_at_once(how: str, new_ranks: Any) -> None:
     ranks: RankPool = new_ranks(2)
@@ -443,6 +457,11 @@ def test_a_rank_whose_training_is_garbage_is_named_soon(new_ranks: Any) -> None:
     ranks.run(leave_the_function)
 
 
+@pytest.mark.behaviour(
+    "Gradients",
+    "step attached parameters with another optimizer",
+    "Error on gradients that were not averaged, unless the pass was inside `paused()`.",
+)
 @pytest.mark.parametrize("way", ["autograd", "backward", "reduce", "paused"])
 @on_ranks(2)
 def test_another_optimizer_over_attached_parameters(way: str) -> None:

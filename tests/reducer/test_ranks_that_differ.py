@@ -41,6 +41,11 @@ def change(optimizer: torch.optim.Optimizer, key: str, value: Any, ranks: tuple[
 CHANGES = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01, "nesterov": True, "own": 3}
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "`the ranks' optimizers differ: ... of parameter group ... is ...`",
+    'Causes: a schedule by the local loss, a checkpoint on one rank, a skipped step. If intended: `per_rank=("lr",)`.',
+)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("compression", METHODS, ids=repr)
 @pytest.mark.parametrize("key", CHANGES)
@@ -185,6 +190,11 @@ def test_a_rate_that_all_set_for_the_step_is_right() -> None:
         assert reducer.stats()["steps"] == 4
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "another loss scale on one rank",
+    "`ValueError` everywhere. Load and `update()` the scaler on all ranks.",
+)
 @pytest.mark.parametrize("kind", [pycomm.LossScaler, torch.amp.GradScaler])
 @on_ranks(2)
 def test_loss_scales_that_differ(kind: Any) -> None:
@@ -210,6 +220,7 @@ def test_loss_scales_that_differ(kind: Any) -> None:
                     loss.backward()
 
 
+@pytest.mark.behaviour("Ranks that differ", "call `set_weight` on some ranks", "Error everywhere.")
 @on_ranks(2)
 def test_weights_on_one_rank_only() -> None:
     rank, model = dist.get_rank(), make_model()
@@ -245,6 +256,12 @@ def skip(where: str, model: nn.Module, optimizer: torch.optim.Optimizer, steps: 
             optimizer.zero_grad()
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "`... left out a batch: ...`",
+    "That rank ran `continue` after forward or `zero_grad()`. Use `skip_batch()` or `veto_step()`; under "
+    "`pycomm.ddp`, skip it everywhere.",
+)
 @pytest.mark.parametrize("compression", METHODS, ids=repr)
 @pytest.mark.parametrize("where", ["top", "bottom", "before forward"])
 @on_ranks(2)
@@ -311,6 +328,11 @@ def test_a_part_that_one_rank_does_not_use_is_right() -> None:
         assert_replicas_equal(model)
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "`... is in evaluation mode (eval()) on ..., and in training mode on ...`",
+    '`model.train()` was forgotten. If intended: `Tuning(per_rank=("training",))`.',
+)
 @pytest.mark.parametrize("part", ["the model", "'0'"])
 @on_ranks(2, 3)
 def test_a_mode_that_differs(part: str) -> None:
@@ -336,6 +358,11 @@ def test_modes_that_may_differ() -> None:
         assert reducer.stats()["steps"] == 5
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "`accumulate's function has ended this window after a number of backward passes that is ...`",
+    "Ranks ran out of batches at different times. Call `set_weight(num_samples)`; a second such window is an error.",
+)
 @on_ranks(2)
 def test_windows_of_different_lengths_by_a_function_are_named() -> None:
     """Once they are a warning, as the last window of an epoch may be short; twice in a row an error."""
@@ -380,6 +407,7 @@ def test_a_pass_left_out_of_a_window() -> None:
             run()
 
 
+@pytest.mark.behaviour("Ranks that differ", "evaluate, or inspect gradients of inputs, on one rank", "No error.")
 @pytest.mark.parametrize(
     "how", ["eval", "eval, trained so before", "no_grad", "paused", "used", "submodule", "zero_grad in paused"]
 )
@@ -468,6 +496,11 @@ def test_two_losses_in_a_step_are_right() -> None:
         assert_replicas_equal(model)
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "forget `zero_grad()` on one rank",
+    "Error everywhere. On all ranks: as in torch; with `shard`, an error.",
+)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("clip", [False, True])
 @on_ranks(2)
@@ -505,6 +538,9 @@ def test_zero_grad_forgotten_on_all_ranks_is_as_in_torch() -> None:
 # Frozen and new parameters, parameters that drift
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ", "freeze, remove, add or replace parameters on one rank", "Error everywhere."
+)
 @on_ranks(2, 3)
 def test_a_layer_frozen_on_one_rank() -> None:
     model = make_model()
@@ -524,6 +560,9 @@ def test_a_layer_frozen_on_all_ranks_is_right() -> None:
         assert_replicas_equal(model)
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ", "freeze, remove, add or replace parameters on one rank", "Error everywhere."
+)
 @pytest.mark.parametrize("what", ["a parameter", "a group"])
 @on_ranks(2, 3)
 def test_parameters_removed_on_one_rank(what: str) -> None:
@@ -549,6 +588,9 @@ def added(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": list(model[-1].parameters())})
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ", "freeze, remove, add or replace parameters on one rank", "Error everywhere."
+)
 @pytest.mark.parametrize("over_hosts", [False, True])
 @pytest.mark.parametrize("hooked", [True, False], ids=["forward", "no forward"])
 @on_ranks(2)
@@ -571,6 +613,11 @@ def test_a_group_added_on_one_rank(hooked: bool, over_hosts: bool) -> None:
             steps()
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "write to a parameter, or load a model, on one rank",
+    "Error in the next reduction if the model is small or all parameters changed; otherwise within 64.",
+)
 @on_ranks(2)
 def test_a_parameter_written_on_one_rank_is_found_soon() -> None:
     """Before the next step, as the model is small; and a rate is not taken for a flipped bit."""

@@ -59,6 +59,11 @@ def test_a_last_bit_is_found(two_ranks: RankPool, compression: Any) -> None:
         assert "the largest difference is" in says
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "`the replicas differ after ... reductions: parameter ...`",
+    "One rank wrote parameters, used another rate, or stepped on local gradients. Attach again to make replicas equal.",
+)
 def test_the_parameter_and_the_rank_are_named(rank_pools: Pools) -> None:
     for steps, says in rank_pools(2).run(drift, "2.weight", 5, {"check_replicas": 1}, None):
         assert steps == 5
@@ -94,6 +99,11 @@ def test_what_is_set_up_differently_shows_after_one_step(two_ranks: RankPool) ->
         assert "the replicas differ after 1 reductions: parameter '0.bias' differs between rank 0 and rank 1" in says
 
 
+@pytest.mark.behaviour(
+    "Ranks that differ",
+    "write to a parameter, or load a model, on one rank",
+    "Error in the next reduction if the model is small or all parameters changed; otherwise within 64.",
+)
 @pytest.mark.parametrize("writes", ["everything", "one element"])
 @on_ranks(2, 3)
 def test_each_reduction_compares_a_part(writes: str) -> None:
@@ -173,6 +183,11 @@ def other_processors(factor: float) -> list[str]:
     return said
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "train on processors that round differently",
+    "Warning up to 0.001 of the largest magnitude, then error.",
+)
 def test_last_bits_of_other_processors_are_a_warning(two_ranks: RankPool) -> None:
     for said in two_ranks.run(other_processors, 1.0 + 2.0**-20):
         assert len(said) == 1
@@ -245,6 +260,11 @@ def buffers(how: str) -> tuple[list[str], dict[str, list[float]], int]:
     return logged, {name: b.double().tolist() for name, b in model.named_buffers()}, steps
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "`buffer ... differs between the ranks: each rank keeps its own`",
+    'Normal for BatchNorm. Before one rank evaluates for all: `buffers="broadcast"` or `"average"`.',
+)
 def test_buffers(two_ranks: RankPool) -> None:
     (noted, first, _), (again, second, _) = two_ranks.run(buffers, "local")
     assert first != second
@@ -297,6 +317,12 @@ def part_of_the_model(how: str) -> list[str]:
     return said
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "`these parameters of the module get gradients, but are no parameters of the optimizer`",
+    "Attach their optimizer, freeze them, or set `Tuning(all_parameters=True)`. If they are local: "
+    "`Tuning(ignore=[...])`.",
+)
 def test_gradients_that_nobody_averages_are_named(two_ranks: RankPool) -> None:
     for said in two_ranks.run(part_of_the_model, "a part"):
         assert len(said) == 1

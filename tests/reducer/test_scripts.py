@@ -74,6 +74,11 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "record an attached model by `torch.jit`, `torch.export` or `torch.fx`",
+    "The recording has no hooks of pycomm.",
+)
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, fresh=True)
 def test_a_model_in_training_is_recorded(kind: str) -> None:

@@ -188,7 +188,7 @@ def test_bad_values() -> None:
     with comparing("3" if dist.get_rank() == 0 else "4"):
         refused(ValueError, "PYCOMM_COMPARE=")
     with comparing("3"):
-        refused(ValueError, "PYCOMM_COMPARE does not go with survive=", survive=pycomm.Survive())
+        refused(ValueError, "PYCOMM_COMPARE cannot be combined with survive=", survive=pycomm.Survive())
     with comparing("0") as lines:
         train()
     assert lines == []

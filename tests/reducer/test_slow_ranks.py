@@ -46,6 +46,11 @@ class Watched(Training):
         self.reducer.detach()
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`rank ... is slow: the others have waited ... s for it in this step`",
+    "If it repeats: another process on its cores, or its data loader.",
+)
 @pytest.mark.parametrize(
     ("on_failure", "over_hosts"),
     [("raise", False), ("shrink", False), ("shrink", True)],

@@ -84,7 +84,7 @@ def test_states_that_do_not_fit() -> None:
                 reducer.load_state_dict(broken, **options)
 
         loads({}, "state is neither a Reducer.state_dict")
-        loads({**state, "method": "DGC"}, "state is from compression DGC, wanted that of TopK")
+        loads({**state, "method": "DGC"}, "state is from compression DGC, wanted TopK")
         loads({**state, "format": 9}, "state has format 9")
         loads({**state, "ranks": {str(1 - rank): own_state(state)}}, "pass the list of all ranks'")
         loads({**state, "world_size": 3}, "pass the list of all ranks'")

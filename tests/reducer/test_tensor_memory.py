@@ -103,7 +103,7 @@ def test_tensors_without_memory() -> None:
         fake = torch.ones(3)
     for tensor in (torch.empty(3, device="meta"), freed, fake):
         assert memory_of(tensor).parts == ()
-    with pytest.raises(TypeError, match="is not initialised: run a forward"):
+    with pytest.raises(TypeError, match="is not initialised: first run a forward"):
         memory_of(nn.LazyLinear(3).weight)
 
 

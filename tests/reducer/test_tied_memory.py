@@ -117,6 +117,11 @@ def refusal(names: tuple[str, str], call: str) -> str:
     return rf"'{names[0]}' and '{names[1]}' are two tensors in the same memory .* and {call} .* would part them"
 
 
+@pytest.mark.behaviour(
+    "Wrappers, copies and parameters",
+    "tie parameters by `.data` with `shard=`",
+    "`ValueError` everywhere. Without `shard=`, they stay tied.",
+)
 @pytest.mark.parametrize("tie", list(TIES))
 @pytest.mark.parametrize("ranks", ["all ranks", "one rank"])
 @on_ranks(2)

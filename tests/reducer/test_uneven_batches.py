@@ -27,6 +27,11 @@ def without_batch(model: Any, reducer: Any, way: str) -> None:
         (loss_of(model, 0, 0) * float("nan")).backward()
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "call `flush()` on a rank that has fewer batches",
+    "It counts as zeros; after `set_weight(0)`, not at all.",
+)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("over_hosts", [False, True])
 @pytest.mark.parametrize("zero_grad", ["optimizer", "model", "in place"])

@@ -133,6 +133,11 @@ def test_not_in_the_middle_of_a_window() -> None:
         reducer.flush()
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "call `set_weight` with `accumulate` above 1",
+    "Do not divide the loss by the passes; a log line says so.",
+)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @on_ranks(2)
 def test_the_first_weight_under_accumulation_says_not_to_divide(accumulate: int) -> None:

@@ -93,6 +93,11 @@ def evaluate(model: nn.Module, rank: int, step: int) -> None:
     loss_of(model, rank, step).backward()
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "compute gradients at weights that differ by rank (SAM, MAML)",
+    "The average is right if you restore the weights; otherwise an error before the step.",
+)
 @pytest.mark.parametrize("how", ["steps of the inner optimizer", "closure", "scaler"])
 @pytest.mark.parametrize("given", ["model", "names"])
 @on_ranks(2)
@@ -171,6 +176,11 @@ def test_a_rank_that_perturbs_alone_is_not_left_behind(new_ranks: Pools, survive
         assert (step, world, says) == (9, (0, 1, 2), "")
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "compute gradients at weights that differ by rank (SAM, MAML)",
+    "The average is right if you restore the weights; otherwise an error before the step.",
+)
 @pytest.mark.parametrize("survives", [False, True])
 def test_a_rank_that_drifts_is_found_before_the_step(new_ranks: Pools, survives: bool) -> None:
     found = new_ranks(3).run(noisy_steps, survives, True)
@@ -240,6 +250,12 @@ def test_a_skipped_step_puts_the_question_off() -> None:
 # What steps the parameters.
 
 
+@pytest.mark.behaviour(
+    "Passes and steps",
+    "`backward() runs again before an optimizer.step() has used the last averages`, `optimizer.step() has not used "
+    "the last averaged gradients`",
+    "A log line; with error feedback, an error. Run passes without a step inside `paused()`.",
+)
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=repr)
 @on_ranks(2)
 def test_two_reductions_before_a_step_of_an_inner_optimizer(compression: Any) -> None:
@@ -318,6 +334,11 @@ def clamping() -> nn.Module:
     return nn.Sequential(Clamping(12, 5)).double()
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "write parameters in forward, draw random numbers in the step, or step on rewritten gradients",
+    "Error that names this cause. Do the same on all ranks; clip inside `paused()`, then `reduce()`.",
+)
 @pytest.mark.parametrize(
     ("make", "loss", "says"),
     [(embedding, loss_of_words, r"Embedding\(max_norm=1\)"), (clamping, loss_of, "a forward writes to it")],
@@ -341,6 +362,11 @@ def test_a_forward_that_writes_parameters_is_the_cause(make: Any, loss: Any, say
     handle.remove() if way == "ddp" else handle.detach()
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "write parameters in forward, draw random numbers in the step, or step on rewritten gradients",
+    "Error that names this cause. Do the same on all ranks; clip inside `paused()`, then `reduce()`.",
+)
 @pytest.mark.parametrize("source", ["torch", "numpy", "random"])
 @on_ranks(2)
 def test_random_numbers_of_the_step_are_the_cause(source: str) -> None:
@@ -383,6 +409,11 @@ def test_generators_that_differ_and_are_not_drawn_from_are_no_cause() -> None:
     assert_only_cause("drift", str(raised.value))
 
 
+@pytest.mark.behaviour(
+    "Replicas, buffers and state",
+    "write parameters in forward, draw random numbers in the step, or step on rewritten gradients",
+    "Error that names this cause. Do the same on all ranks; clip inside `paused()`, then `reduce()`.",
+)
 @on_ranks(2)
 def test_a_gradient_that_a_wrapper_rewrites_is_the_cause() -> None:
     rank, model = dist.get_rank(), make_model()

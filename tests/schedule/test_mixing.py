@@ -173,7 +173,7 @@ def test_what_is_wrong_with_a_round(problem: str) -> None:
 def test_who_never_hears_of_whom() -> None:
     """Two of three ranks communicate; or all, but one only tells and is told nothing."""
     pair = WeightedRound.of([0, 1], [1, 0], 0.5, [0.5, 0.5, 1.0])
-    never = "by these weights rank {} never hears of rank {}: not within 3 turns"
+    never = "with these weights rank {} never hears of rank {}: not within 3 turns"
     assert never.format(0, 2) in str(verdict(table(pair, num_ranks=3)))
     tells = WeightedRound.of([0, 1, 2], [1, 0, 0], 0.5, np.full(3, 0.5))
     assert never.format(2, 0) in str(verdict(table(tells, num_ranks=3)))

@@ -188,7 +188,7 @@ def test_wrong_entries_are_named(path: str, value: Any, why: str, tmp_path: Path
 
 @pytest.mark.parametrize("text", ["", "{", "no json", "\x00", '{"name": }'])
 def test_files_that_are_no_json(text: str) -> None:
-    with pytest.raises(ValueError, match="^mine is no JSON: "):
+    with pytest.raises(ValueError, match="^mine is not JSON: "):
         Network.from_json(text, "mine")
 
 

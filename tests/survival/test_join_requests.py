@@ -185,7 +185,7 @@ def test_an_answer_of_somebody_else_is_not_believed(store: TCPStore, monkeypatch
     request = look(stranger)
     assert request is not None
     stranger.answer(request.number, {**ANSWER, "agreement": ["x", "/etc/passwd"]})
-    with pytest.raises(ValueError, match="who answers at .* does not know PYCOMM_SECRET"):
+    with pytest.raises(ValueError, match="whoever answers at .* does not know PYCOMM_SECRET"):
         asked.result(20.0)
     stranger.close()
 
@@ -251,6 +251,11 @@ def test_what_is_answered_cannot_write_to_the_terminal(
     assert ("does not know PYCOMM_SECRET" in str(caught.value)) == (proof == "wrong")
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`the job at ... has ended, or its store can no longer be reached: ...`",
+    "Start newcomers while the job runs.",
+)
 def test_a_job_that_ends_while_a_newcomer_waits() -> None:
     """Its store is in a process of its own, which ends once there is a request."""
     command = (

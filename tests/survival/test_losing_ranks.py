@@ -70,6 +70,11 @@ def test_the_step_is_reduced_again_over_those_that_are_left(
     assert len(told[0]["losses"]) == plan.steps * plan.accumulate, "a backward pass was repeated"
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`... ranks go on`",
+    "With `survive`: says who was lost, and why, or who has joined.",
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_kind_of_method(new_ranks: Pools, method: str) -> None:
     told = survivors(new_ranks, 4, Plan(method=method, faults={(1, 5): "die", (0, 8): "die"}, steps=40))
@@ -98,6 +103,11 @@ def errors_of(outcomes: list[RankOutcome], rank: int, *others: int) -> BaseExcep
     return error
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`this rank was left behind: it ...`",
+    "It was stopped or slow; the others continue without it.",
+)
 def test_a_rank_that_is_stopped_is_left_behind_and_learns_it(new_ranks: Pools) -> None:
     """It wakes up in the middle of an operation, on memory that nobody uses any more."""
     outcomes = new_ranks(3).outcomes(train, Plan(method="topk", faults={(1, 5): "stop"}, steps=30), timeout=TIMEOUT)
@@ -181,6 +191,9 @@ def test_the_memory_of_the_old_world_is_released_at_once(new_ranks: Pools, metho
         assert after < before
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks", "`... ranks are left, fewer than min_ranks=...`", "The training ends."
+)
 def test_too_few_are_left(new_ranks: Pools) -> None:
     plan = Plan(faults={(0, 3): "die", (2, 6): "die"}, options={"min_ranks": 3})
     outcomes = new_ranks(4).outcomes(train, plan, timeout=TIMEOUT)

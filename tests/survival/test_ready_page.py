@@ -33,6 +33,11 @@ def test_no_rank_can_shrink_the_page_of_the_others() -> None:
         assert sorted(page.read(1)) == [0, 1]
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`rank ... cannot open a file of rank 0's (...): ...`",
+    "The ranks have different users, or `/proc` is hidden. The end says what does not work.",
+)
 @on_ranks(2)
 def test_a_page_that_its_maker_can_shrink_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def unsealed(num_bytes: int) -> int:

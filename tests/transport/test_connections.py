@@ -318,7 +318,7 @@ def program(words: bytes, after: bytes = b"") -> Iterator[int]:
         (b"PYCTCP2\0" + bytes(99), b"", "another version of pycomm answers there"),
         (b"", b"", "it closes the connection before a proof"),
         (MAGIC + bytes(32), b"\r\n\r\n", "it closes the connection before a proof"),
-        (MAGIC + bytes(99), b"\r\n\r\n", "its proof does not come"),
+        (MAGIC + bytes(99), b"\r\n\r\n", "it sends no proof"),
     ],
     ids=["http", "http-after-a-line", "ssh", "version", "silent", "late-magic", "late-bytes"],
 )
@@ -373,6 +373,12 @@ def test_all_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"{quiet}: it accepts connections, but no rank answers there" in text
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`rank ... did not connect to ...`",
+    "Set `PYCOMM_SOCKET_IFNAME=eth0`. Firewalls: `PYCOMM_PORT_RANGE=50000-50100`. Translated addresses: "
+    "`PYCOMM_ADVERTISE=host:port`.",
+)
 def test_who_waits_says_where_it_listens() -> None:
     """The rank that should connect does not even begin, and reports nothing."""
     with group_of(2, timeout=0.8) as group:
@@ -574,7 +580,7 @@ def test_keys_depend_on_all_ranks() -> None:
     [
         (["x", ""], "rank 1 has no PYCOMM_SECRET, rank 0 has one"),
         (["", "", "x"], "rank 0 has no PYCOMM_SECRET, rank 2 has one"),
-        (["x", "x", "y\n"], r"the PYCOMM_SECRET of rank 2 differs from that of rank 0: y\n and x"),
+        (["x", "x", "y\n"], r"the PYCOMM_SECRET of rank 2 differs from rank 0's: y\n and x"),
     ],
 )
 def test_ranks_with_differing_secrets(secrets: list[str], text: str) -> None:

@@ -39,6 +39,11 @@ def endless_all_reduce(flag: str) -> str:
     return "no error"
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`rank ... died`",
+    "Look at its output, then in the kernel log for an out-of-memory kill.",
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_rank_is_named_within_seconds(new_ranks: Pools, tmp_path: Path, size: int) -> None:
     pool = new_ranks(size)
@@ -84,6 +89,11 @@ def wait_for_nobody() -> tuple[str, int | None, float]:
     return str(error), error.peer, error.elapsed
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`timed out waiting for rank ...`",
+    "That rank is alive, but did not call this operation: stuck, stopped or elsewhere.",
+)
 def test_timeout(new_ranks: Pools) -> None:
     (first, peer, elapsed), (second, _, _) = new_ranks(2).run(wait_for_nobody)
     assert "rank 0: barrier: timed out waiting for rank 1 after " in first
@@ -104,6 +114,11 @@ def leave_early() -> str:
     return str(caught.value)
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`rank ... gave up (...)`",
+    "That rank closed its communicator, for the reason in brackets.",
+)
 def test_a_peer_that_closed(two_ranks: RankPool) -> None:
     assert "rank 1 gave up (rank 1: it closed its communicator)" in two_ranks.run(leave_early)[0]
 

@@ -28,6 +28,9 @@ def fork(job: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines", "write to shared memory in a forked child", "Only its copy changes."
+)
 @on_ranks(2)
 def test_a_childs_writes_are_its_own() -> None:
     with Communicator(timeout=30) as communicator:
@@ -49,6 +52,11 @@ def test_a_childs_writes_are_its_own() -> None:
         assert (x == 12).all()
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    "use a communicator in a forked child (a DataLoader worker)",
+    "`CommError` at once.",
+)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(2)
 def test_a_child_is_told_at_once(transport: str) -> None:

@@ -82,7 +82,7 @@ def test_hosts_must_be_those_of_both_groups() -> None:
     with communicator_on("aab") as communicator:
         transport: Any = communicator.channel.transport
         for wrong in ([], [[0, 1]], [[0, 1, 2]], [[0, 1], [2, 2]], [[0, 1], [3]]):
-            with pytest.raises(ValueError, match="hosts are not those of the two groups"):
+            with pytest.raises(ValueError, match="hosts do not match the two groups"):
                 _native.HierarchicalGroup(transport.flat.group, transport.local.group, wrong)
 
 
@@ -152,6 +152,11 @@ def test_mistakes_are_told_to_all_ranks() -> None:
         assert bool((x == 4).all())
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    '`transport="shared_memory"` over several hosts, containers or users',
+    '`ValueError`. Leave it at "auto".',
+)
 @pytest.mark.parametrize(("hosts", "why"), [("aaaa", "all ranks are on one host"), ("abcd", "no two ranks share")])
 @on_ranks(4)
 def test_insisting_where_hosts_are_not_shared(hosts: str, why: str) -> None:
@@ -203,6 +208,11 @@ def test_hosts() -> None:
     assert hosts_of(0, [{"host": host} for host in "aa"]).are_one
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`... are on one machine but share no memory, as they differ in ...`",
+    "They exchange messages, which is slower. Containers must share what the text lists.",
+)
 def test_walls_between_ranks_of_one_machine_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     machine = [
         {"host": host}
@@ -228,12 +238,17 @@ def denied(_num_bytes: int) -> int:
     raise PermissionError(1, "Operation not permitted")
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`rank ... is denied memory that processes share (...)`",
+    "The sandbox of that rank forbids it; messages are used.",
+)
 @on_ranks(3)
 def test_without_memory_to_share_messages_are_used() -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(rendezvous, "anonymous_memory", denied)
-        with pytest.raises(ValueError, match="rank 1 is denied any: .*not permitted"):
+        with pytest.raises(ValueError, match="rank 1 is denied it: .*not permitted"):
             Communicator(timeout=20, transport="shared_memory")
         with pytest.MonkeyPatch.context() as logs:
             lines: list[str] = []

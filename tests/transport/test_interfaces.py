@@ -82,7 +82,7 @@ def test_lists(text: str, hosts: list[str]) -> None:
 
 @pytest.mark.parametrize("text", ["10.0.0.0/33", "eth0,10.0.0/x", "/"])
 def test_a_malformed_network(text: str) -> None:
-    with pytest.raises(ValueError, match=r"PYCOMM_SOCKET_IFNAME is .* is no network"):
+    with pytest.raises(ValueError, match=r"PYCOMM_SOCKET_IFNAME is .* is not a network"):
         matching(text, "PYCOMM_SOCKET_IFNAME", OWN)
 
 

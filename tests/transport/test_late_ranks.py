@@ -88,6 +88,11 @@ KINDS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`... not come to ... for ... s: the others wait for ...`",
+    "That rank is slow, stuck or elsewhere: run `py-spy dump --pid`. Waits on GPUs are not logged.",
+)
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_a_late_rank_is_named_while_it_is_waited_for(kind: str) -> None:

@@ -158,6 +158,11 @@ class HangingStore(HashStore):
         return False
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`the process group's store, asked about ...`",
+    "The store's process, torchrun's agent or rank 0, has ended or hangs.",
+)
 def test_a_store_that_hangs_is_not_waited_for_for_ever() -> None:
     store = HangingStore()
     with Meeting(HashStore(), 0, 2, 0.5) as meeting:

@@ -32,6 +32,11 @@ def error_of_sending(ranks: SharedMemoryTransport, x: torch.Tensor, dst: int) ->
     return ""
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    "buffer messages that nobody receives",
+    "`send` waits above `PYCOMM_BUFFER_BYTES`: 1 GiB, or a quarter of the memory if that is less.",
+)
 def test_the_bound_is_the_environments_or_1_gib_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYCOMM_BUFFER_BYTES", raising=False)
     assert 0 < buffer_limit() <= 1 << 30
@@ -99,6 +104,11 @@ def test_both_send_more_than_fits_with_receives_posted() -> None:
         communicator.barrier()
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    "`no room: at most ... bytes may be buffered (PYCOMM_BUFFER_BYTES), in use are: ...`",
+    "A receive is missing. For large messages, raise the limit on all ranks.",
+)
 @on_ranks(2)
 def test_what_would_wait_for_ever_is_an_error_soon_and_nothing_is_broken() -> None:
     """Rank 1 waits for a message that rank 0 would send after those that do not fit."""

@@ -199,6 +199,11 @@ def test_arguments_of_the_constructor() -> None:
             Communicator(timeout=timeout)
 
 
+@pytest.mark.behaviour(
+    "Collectives, messages and pipelines",
+    "`shared memory: ... MiB needed for a block of ... MiB, ... MiB found (...)`",
+    "The host or container lacks memory; the size of `/dev/shm` does not matter.",
+)
 @on_ranks(2)
 def test_too_little_memory_says_how_much() -> None:
     with Communicator(timeout=20) as communicator:

@@ -34,6 +34,11 @@ def outcomes(count: int, case: str, own: dict[int, dict[str, str]] | None = None
     return [json.loads(text.splitlines()[-1]) if text.strip() else None for text in told]
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`the host of rank ..., ..., has acknowledged nothing for ... s`",
+    "Host or network is down. `PYCOMM_DEAD_AFTER` sets the seconds (10).",
+)
 def test_a_host_that_vanishes_is_named() -> None:
     """Nothing comes from it, and nobody says so: its kernel acknowledges nothing."""
     found = outcomes(3, "vanishes", PYCOMM_DEAD_AFTER="2")
@@ -124,6 +129,11 @@ def test_a_firewall_is_named_with_the_address(where: str) -> None:
         assert outcome["seconds"] < 10, outcome
 
 
+@pytest.mark.behaviour(
+    "Lost, late and unreachable ranks",
+    "`..., whose host acknowledges small packets, but none of ... bytes`",
+    "Set the interfaces' MTU to the path's, or `PYCOMM_TCP_MSS=1200` on all ranks.",
+)
 @pytest.mark.parametrize("mss", ["", "1200"])
 def test_a_path_with_a_smaller_mtu(mss: str) -> None:
     """The switch drops what is larger without a word: small operations pass."""

@@ -249,6 +249,11 @@ def test_a_rank_that_makes_no_window_is_missed(fake: Fake, waits: list[int]) -> 
         member.close()
 
 
+@pytest.mark.behaviour(
+    "Starting and launching",
+    "`no memory is registered with NCCL`, `messages are registered with NCCL, but are no symmetric windows`",
+    "Same results, slower. The brackets say what is too old or turned off.",
+)
 @pytest.mark.parametrize(
     ("code", "says"),
     [
@@ -279,6 +284,11 @@ def test_what_nccl_is_too_old_for_is_in_the_log_once(
         member.close()
 
 
+@pytest.mark.behaviour(
+    "Starting and launching",
+    "`NCCL has started, for torch, without NCCL_LAUNCH_ORDER_IMPLICIT=1`",
+    "NCCL reads it once. Write `NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun ...`.",
+)
 @pytest.mark.parametrize(
     ("driver", "value", "is_told"), [(12030, None, True), (12020, None, False), (13000, "0", False)]
 )

@@ -156,9 +156,12 @@ def test_algorithms(fake: Fake) -> None:
         assert str(outcome) == "rank 1 cannot use NCCL: algorithm is 'magic', wanted one of native, ring"
     for outcome in transports(2, algorithms=("native", "ring")):
         assert isinstance(outcome, ValueError)
-        assert str(outcome) == "the ranks disagree: rank 1 wants algorithm 'ring', rank 0 'native'"
+        assert str(outcome) == "the ranks disagree: rank 1 has algorithm 'ring', rank 0 'native'"
 
 
+@pytest.mark.behaviour(
+    "Starting and launching", "`ranks ... and ... are on the same GPU`", "Call `torch.cuda.set_device(local_rank)`."
+)
 def test_ranks_on_one_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
     for outcome in transports(3, devices=2):
@@ -268,6 +271,11 @@ def test_one_rank_in_a_capture(fake: Fake) -> None:
         member.close()
 
 
+@pytest.mark.behaviour(
+    "Starting and launching",
+    "`the NVIDIA driver supports CUDA ..., and NCCL requires 12.3`",
+    "pycomm's and torch's operations on a GPU can deadlock. Install a newer driver.",
+)
 @pytest.mark.parametrize(
     ("driver", "given", "wanted"), [(12030, None, "1"), (13000, "0", "0"), (12020, None, None), (12020, "1", "1")]
 )

@@ -153,6 +153,11 @@ def test_another_namespace_is_another_host(kind: str) -> None:
     assert made.stdout.strip() != host_identity()
 
 
+@pytest.mark.behaviour(
+    "Starting and launching",
+    "`rank ... did not arrive`",
+    "It did not call `attach` or `Communicator(...)` within the timeout: slow, dead, or elsewhere in the script.",
+)
 def test_a_missing_rank_is_named() -> None:
     with pytest.raises(CommError, match=r"rank 0: rendezvous: rank 1 did not arrive after \d+\.\d+ s") as caught:
         swap_memory(HashStore(), 0, 2, 0.5)

@@ -4,7 +4,7 @@
     python -m bench.asynchronous.experiment --from bench/results/asynchronous.json --docs docs
     python -m bench.asynchronous.experiment --from FILE --methods easgd,gossip --json FILE
 
-Three scenarios: all workers are alike; the last one is ten times as slow; the last one is away for the middle third of
+Three scenarios: no worker is slow; the last one is ten times as slow; the last one is away for the middle third of
 the time. A worker's step takes ``--pace`` seconds at least, for the rest of which it sleeps, as if it computed on a
 device of its own: so cores are no resource, and the loss against seconds says who waits for whom. Every method gets
 its own learning rate of AdamW, the best of ``--rates`` in the second scenario with the first seed; all else is as the
@@ -60,7 +60,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--from", type=Path, metavar="FILE", dest="source", help="read these figures, of methods that are not named"
     )
-    parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write a page and its plots to FOLDER")
+    parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write a page and its plot to FOLDER")
     parser.add_argument("--workers", type=positive, default=4, help="of each training (default 4)")
     parser.add_argument("--seconds", type=float, default=24.0, help="of each training (default 24)")
     parser.add_argument("--pace", type=float, default=0.06, help="seconds of a worker's step (default 0.06)")

@@ -17,7 +17,7 @@ OUTER = 0.8, 0.5
 """Rate and momentum of outer optimizers: the best of those tried for ``bench.asynchronous --losses``."""
 
 SCENARIOS = {
-    "alike": "all workers are alike",
+    "alike": "all workers are equally fast",
     "slow": "the last worker is ten times as slow",
     "away": "the last worker is away for the middle third of the time",
 }
@@ -86,14 +86,14 @@ class Run:
     points: int = 10
 
     def steps_in_step(self) -> int:
-        """Return how many steps all make where nobody is waited for in vain, if all make equally many."""
+        """Return how many steps each worker takes if all take equally many and no absent one is waited for."""
         share = {"alike": 1.0, "slow": 1 / SLOWNESS, "away": 2 / 3}[self.scenario]
         return max(self.points, int(self.seconds / self.pace * share))
 
 
 @dataclass
 class Outcome:
-    """What a worker tells of a run.
+    """Results that a worker reports of a run.
 
     Attributes:
         times: when each of its steps ended, in seconds.

@@ -1,4 +1,4 @@
-"""Report of the experiment: tables for people, a page for the docs, a plot for each scenario."""
+"""Report of the experiment: tables for people, a page for the docs, a plot."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from bench.asynchronous.experiment.trainee import BATCH, CONTEXT, LAYERS, WIDTH
 from pycomm.tools.cli.table import print_table
 
 TUNED_IN_WORDS = f"where {SCENARIOS[TUNED_IN]}"
-PAGE = "asynchronous_experiment.md"
+PLOTTED = "slow"
+"""The scenario of the plot."""
+
+PAGE, PLOT = "asynchronous_experiment.md", f"asynchronous_{PLOTTED}.png"
 Content = Mapping[str, Any]
 Curve = list[tuple[float, float]]
-
-
-def plot_name(scenario: str) -> str:
-    """Return the name of the plot's file."""
-    return f"asynchronous_{scenario}.png"
 
 
 def print_report(content: Content) -> None:
@@ -39,7 +37,7 @@ def runs_of(content: Content, scenario: str, method: str) -> list[Mapping[str, A
 
 
 def methods_of(content: Content) -> list[str]:
-    """Return the methods that were measured, in the order in which they are told."""
+    """Return the methods that were measured, in the order of the tables."""
     return [name for name in METHODS if any(run["method"] == name and not run["tunes"] for run in content["runs"])]
 
 
@@ -90,23 +88,19 @@ def _with_spread(values: Sequence[float]) -> str:
 
 
 def write_docs(folder: Path, content: Content) -> None:
-    """Write the page, and a plot for each scenario."""
-    parts = [_INTRODUCTION, _findings(content), _measured(content)]
-    for scenario, words in SCENARIOS.items():
-        header, rows = scenario_table(content, scenario)
-        parts.append(f"## {words[0].upper()}{words[1:]}\n")
-        parts.append(_markdown(header, rows))
-        save_plot(content, scenario, folder / plot_name(scenario))
-        parts.append(f"![Loss against seconds and against samples: {words}]({plot_name(scenario)})\n")
-    (folder / PAGE).write_text("\n".join(parts), encoding="utf-8")
+    """Write the page and its plot."""
+    save_plot(content, folder / PLOT)
+    (folder / PAGE).write_text("\n".join([_INTRODUCTION, _findings(content), _measured(content)]), encoding="utf-8")
     print(f"{folder / PAGE} written")
 
 
-_INTRODUCTION = """# Asynchronous training and stragglers: an experiment
+_INTRODUCTION = f"""# Asynchronous training and stragglers: an experiment
+
+Choose a training method for workers of which one is slow or sometimes absent.
 
 <!-- Written by python -m bench.asynchronous.experiment --docs docs: changes here are lost. -->
 
-What do asynchronous methods gain where one worker is slow or away, and what do they cost in loss where none is?
+![Validation loss against seconds: {SCENARIOS[PLOTTED]}]({PLOT})
 """
 
 
@@ -120,38 +114,43 @@ On {content["headline"]}, by this command:
     python -m bench.asynchronous.experiment --seconds {settings["seconds"]:g} --pace {settings["pace"]:g} --seeds \
 {settings["seeds"]} --json bench/results/asynchronous.json --docs docs
 
-- **Model**: the byte-level GPT of `pycomm demo`, width {WIDTH}, {LAYERS} layers, on the standard library's source;
-  {BATCH} x {CONTEXT} bytes a step and worker; {settings["workers"]} workers, and one process more where there is a
-  server. Methods with a server and those without one were trained side by side, and some while the machine had other
-  work, too: the column "samples" says how many steps there was time for.
-- **Seconds**: a worker's step takes {1000 * settings["pace"]:g} ms. It sleeps most of that time, as if it computed on a
-  device of its own. The slow worker's step takes ten times as long. The experiment is about who waits for whom;
-  [Parameter servers](parameter_server.md) says what an exchange costs.
-- **Learning rates** of AdamW: the best of {rates} for each method, {TUNED_IN_WORDS}, with the first seed. Nothing else
-  was tuned. Local SGD and DiLoCo average every {EVERY} steps. Outer optimizers have the rate {OUTER[0]} and the
-  momentum {OUTER[1]}, the best ones for `bench.asynchronous --losses`. With the papers' 0.7 and 0.9, and so few
-  averages, DiLoCo came to a loss of 2.8.
-- **Losses** are those of held-out text, in nats per byte. The parameters are the server's, those of the last average,
-  or (for gossip) the ranks' mean. Means of {settings["seeds"]} seeds ± standard deviation.
-- Methods that make equally many steps on all workers make as many as the slowest worker has time for.
-- **Samples** are windows of text, of all workers together. Losses at equal samples are interpolated between
-  measurements.
+- **Model**: the byte-level GPT of `pycomm demo`, width {WIDTH}, {LAYERS} layers; {BATCH} x {CONTEXT} bytes per step and
+  worker; {settings["workers"]} workers, and one process more for a server.
+- **Time**: a worker's step takes {1000 * settings["pace"]:g} ms, most of which it sleeps, as if it computed on its own
+  device. [Parameter servers](parameter_server.md) says what an exchange costs.
+- **Learning rates** of AdamW: the best of {rates} per method, {TUNED_IN_WORDS},
+  with the first seed. Nothing else was tuned. Local SGD, DiLoCo and elastic averaging average every {EVERY} steps;
+  DiLoCo's outer optimizer has the rate {OUTER[0]} and the momentum {OUTER[1]}.
+- **Losses** are measured on held-out text, in nats per byte, with the server's parameters, the last average of the
+  parameters or (for gossip) the mean over the ranks: means of {settings["seeds"]} seeds.
+- Methods with and without a server were trained side by side. Methods that make equally many steps on all workers make
+  as many as the slowest worker has time for. The report has samples, bytes and losses at equal samples.
 """
 
 
 def _findings(content: Content) -> str:
-    """Show the loss at the end of each method in each scenario, the least one in bold."""
+    """Show the loss at the end of each method in each scenario, the least one in bold, and what was sent."""
     names = methods_of(content)
     columns = [[_loss_at_the_end(content, scenario, name) for name in names] for scenario in SCENARIOS]
+    first = next(iter(SCENARIOS))
     rows = [
         [
             METHODS[name].label,
             *(f"**{losses[i]:.2f}**" if losses[i] == min(losses) else f"{losses[i]:.2f}" for losses in columns),
+            f"{mean(run['bytes'] for run in runs_of(content, first, name)) / 1e6:,.0f} MB",
         ]
         for i, name in enumerate(names)
     ]
-    text = "Validation loss at the end of equal time; the least in each column is bold.\n"
-    return "\n".join(["## Results\n", text, _markdown(["method", *SCENARIOS.values()], rows)])
+    header = ["method", *SCENARIOS.values(), f"sent, {SCENARIOS[first]}"]
+    return "\n".join(["## Results\n", _CONCLUSIONS, _markdown(header, rows)])
+
+
+_CONCLUSIONS = """Validation loss after equal time, the lowest in each column in bold, and bytes sent by all processes.
+
+- If all workers are equally fast, train synchronously. Local SGD sends a tenth of the bytes, at a higher loss.
+- If a worker is always slow, use `Sync(backup=1)` or `Async`: methods that wait for the slow worker fall far behind.
+- If a worker is absent for some time, `Sync(backup=1)` is as good as synchronous training.
+"""
 
 
 def _loss_at_the_end(content: Content, scenario: str, name: str) -> float:
@@ -164,24 +163,20 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def save_plot(content: Content, scenario: str, path: Path) -> None:
-    """Draw the loss against seconds and against samples, the mean over the seeds."""
+def save_plot(content: Content, path: Path) -> None:
+    """Draw the loss against seconds, the mean over the seeds."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(5, 5), layout="constrained")  # phones show it at about this width
+    axes = figure.subplots()
     styles = ["-", "--", ":"]
     for number, name in enumerate(methods_of(content)):
-        runs = runs_of(content, scenario, name)
-        for axes, against in zip(panels, ("seconds", "samples"), strict=True):
-            curves = [curve_of(run, against) for run in runs]
-            points = list(zip(*curves, strict=False))
-            x, y = ([mean(point[i] for point in at) for at in points] for i in range(2))
-            axes.plot(x, y, styles[number // 10], label=METHODS[name].label, linewidth=1.4)
-    for axes, against in zip(panels, ("seconds", "samples"), strict=True):
-        axes.set_xlabel(against)
-        axes.grid(visible=True, alpha=0.3)
-    panels[1].set_xscale("symlog", linthresh=1000)
-    panels[0].set_ylabel("validation loss, nats per byte")
-    panels[1].legend(fontsize="x-small", loc="upper right")
-    figure.savefig(path, format="png", dpi=100)
+        curves = [curve_of(run, "seconds") for run in runs_of(content, PLOTTED, name)]
+        points = list(zip(*curves, strict=False))
+        x, y = ([mean(point[i] for point in at) for at in points] for i in range(2))
+        axes.plot(x, y, styles[number // 10], label=METHODS[name].label, linewidth=1.4)
+    axes.grid(visible=True, alpha=0.3)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("validation loss, nats per byte")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9)
+    figure.savefig(path, format="png", dpi=120)

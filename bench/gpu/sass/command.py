@@ -6,7 +6,7 @@ Compiles csrc/kernels/cuda/*.cu (or NAME.cu alone) for sm_90 with the project's 
 every kernel: registers and bytes spilled (stores and loads), bytes of stack and of shared memory, blocks
 of 256 threads that run at once on a multiprocessor, and how many loads of 16 bytes a thread issues
 before it waits for the first of them, in the loop that has the fewest of those that have any (a kernel
-for several types has a loop for each). Narrow loads are those of 2, 4 and 8 bytes, as "8x4" (eight of
+for several types has a loop for each). Narrow loads have 2, 4 or 8 bytes, as "8x4" (eight of
 four bytes), each in the loop that has the most. In flight is what the loads of 16 bytes of all threads
 of a multiprocessor come to.
 
@@ -91,7 +91,7 @@ def _parse() -> argparse.Namespace:
 
 
 def complaints_about(kernel: Kernel) -> list[str]:
-    """Return what of ``kernel`` is beyond its limits."""
+    """Return which figures of ``kernel`` are beyond its limits."""
     limit = limit_of(kernel)
     return [f"{kernel.name}: no limit"] if limit is None else list(limit.complaints(kernel))
 

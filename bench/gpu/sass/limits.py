@@ -29,7 +29,7 @@ class Limit:
     """Most bytes of stack."""
 
     def complaints(self, kernel: Kernel) -> Iterator[str]:
-        """Yield what of ``kernel`` is beyond the limit."""
+        """Yield which figures of ``kernel`` are beyond the limit."""
         found = kernel.resources
         if found.registers > self.registers:
             yield f"{kernel.name}: {found.registers} registers, at most {self.registers} are wanted"

@@ -120,7 +120,7 @@ def longest_runs(code: Iterable[Instruction]) -> list[Run]:
 def runs(code: Sequence[Instruction]) -> list[Run]:
     """Return the longest runs of every innermost loop, widest first.
 
-    Where none of them loads packets, those of all code are among them: a kernel without a main loop.
+    If no loop loads packets (a kernel without a main loop), the runs of all of the code are included.
     """
     found = [run for body in loops(code) for run in longest_runs(body)]
     if all(run.width < PACKET for run in found):

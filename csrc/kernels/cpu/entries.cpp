@@ -146,7 +146,7 @@ void unpack_words(const EntryLayout& layout, const char* message, int rank, int3
                        indices);
         require_different(indices, layout.count);
     } catch (const ArgumentError& error) {
-        throw ArgumentError(format("messages: that of rank %d was not made by pack_entries: %s", rank, error.what()));
+        throw ArgumentError(format("messages: rank %d's was not made by pack_entries: %s", rank, error.what()));
     }
 }
 

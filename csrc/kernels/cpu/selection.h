@@ -9,7 +9,7 @@
 
 namespace pycomm {
 
-// Keys order magnitudes of floats as unsigned integers. This is that of inf; all NaNs share the one above it.
+// Keys order magnitudes of floats as unsigned integers. This is the key of inf; all NaNs share the key above it.
 inline constexpr uint32_t kInfKey = 0x7f800000u;
 
 // Of fewer elements, all are looked at: sampling would cost more than it saves.

@@ -238,7 +238,7 @@ struct ChunkEntries {
     // negative one where pack_chunks cannot have made the words: for this thread's entries.
     PYCOMM_MEMBER int add_to(float* out) const {
         const ChunkLevels levels = levels_of_word(words[0], bits);
-        int before = 0;  // entries in the upper bits before those of this round
+        int before = 0;  // entries in the upper bits before this round
         bool wrong = false;
         for (int base = 0; base < layout.upper_bits; base += device::num_threads()) {
             const int of_thread = device::thread_index() / 32;

@@ -154,8 +154,8 @@ PYCOMM_DEVICE void store_scaled(int64_t end, char* base, const int64_t (&places)
     }
 }
 
-// Sets `head` to the number of elements before the first packet border of an array of Ts at `pointer`. `head` is that
-// of the arrays before, negative for none; if it differs, they never meet a border together, and `misfit` becomes true.
+// Sets `head` to the number of elements before the first packet border of an array of Ts at `pointer`. If the arrays
+// before left another number there (negative: none before), they never meet a border together: sets `misfit`.
 template <class T, int kCount>
 PYCOMM_HOST_DEVICE void align(const void* pointer, int64_t& head, bool& misfit) {
     auto address = reinterpret_cast<uintptr_t>(pointer);
@@ -222,7 +222,7 @@ PYCOMM_DEVICE void for_elements(const char* x, int count, Share share, Take&& ta
     if (rest < count) take(rest, load_element<T>(x, rest));
 }
 
-// Converts elements of one array to those of another. Instead of checking whether each is finite and below a limit, it
+// Converts elements of one array into another array. Instead of checking whether each is finite and below a limit, it
 // keeps the largest magnitude: the bits of magnitudes order like the magnitudes, NaN above all.
 template <class Src, class Dst>
 struct Conversion {

@@ -227,7 +227,7 @@ struct AddJob {
     }
 };
 
-// Restores the state from before the step in elements [begin, end): all of it, or that of unused parameters.
+// Restores the state from before the step in elements [begin, end): all of it, or only the state of unused parameters.
 template <class Sum>
 PYCOMM_DEVICE void undo(const AddJob& job, int64_t begin, int64_t end, bool all) {
     // The parameter that has `begin`.

@@ -61,7 +61,7 @@ PYCOMM_DEVICE int64_t count_before(int64_t count, Before&& before) {
     return found;
 }
 
-// This thread's number among those of all blocks, and their total.
+// This thread's number among the threads of all blocks, and their total.
 PYCOMM_DEVICE int64_t thread_of_grid() {
     return static_cast<int64_t>(device::block_index()) * device::num_threads() + device::thread_index();
 }

@@ -95,7 +95,7 @@ PYCOMM_DEVICE float norm_of_all(PartOfNorm mine) {
     return mine.value();
 }
 
-// Formats of codes: those of a packet as one word, and the number that one of them stands for.
+// Formats of codes: a packet's codes as one word, and the number that each code stands for.
 template <int kSize, CodeType kElement = CodeType::kInt>
 struct CodesOf {
     static constexpr int kBits = kSize;
@@ -319,7 +319,7 @@ struct Dequantizing {
     char* out;
     int64_t count;
     Scale factor;
-    bool aligned;  // all codes, so that those of a packet are read in one access
+    bool aligned;  // all codes, so that a packet's codes are read in one access
 
     PYCOMM_MEMBER const float* scales(int p) const { return reinterpret_cast<const float*>(arrays[p]); }
     PYCOMM_MEMBER const char* codes(int p) const { return arrays[num_contributions + p]; }
@@ -485,7 +485,7 @@ struct SumsOfBlock {
     }
 };
 
-// As quantize_kernel, of sums. kOnce: a warp's lanes make those of a block in one step.
+// As quantize_kernel, of sums. kOnce: a warp's lanes compute the sums of a block in one step.
 template <class Format, bool kBlock, bool kOnce>
 PYCOMM_KERNEL_OF(4)
 requantize_kernel(Requantizing job) {

@@ -75,8 +75,8 @@ struct Elected {
 
     PYCOMM_MEMBER bool has_team() const { return first < last; }
 
-    // Each gradient has its own record if there are enough. Otherwise a team uses that of its first block, in which
-    // no other team can begin, and blocks on their own use the records after those.
+    // Each gradient has its own record if there are enough. Otherwise a team uses the record of its first block, in
+    // which no other team can begin, and blocks on their own use the records after the teams' ones.
     PYCOMM_MEMBER int record(const Choice& job, int j) const {
         if (job.num_records >= job.num_grads) return j;
         return has_team() ? first : device::num_blocks() + first;

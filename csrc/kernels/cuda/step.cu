@@ -42,12 +42,12 @@ struct Pass {
     const double* rates;
     Sums<2>* slots;  // of squares
     const float* found;
-    const BiasCorrections* corrections;  // by parameter; null: those of the constants
+    const BiasCorrections* corrections;  // by parameter; null: in the constants
 };
 
 PYCOMM_DEVICE bool is_off(const float* found) { return found != nullptr && *found != 0.0f; }
 
-// One thread for each parameter. The counts are single numbers, so that entries[j] is that of parameter j.
+// One thread for each parameter. The counts are single numbers, so that entries[j] is parameter j's.
 PYCOMM_KERNEL count_kernel(Table counts, Coefficients coefficients, bool adds, const float* found,
                            BiasCorrections* out) {
     int64_t j = device::block_index() * device::num_threads() + device::thread_index();
@@ -264,7 +264,7 @@ step_kernel(Pass<V> pass) {
     });
 }
 
-// The table of a step: the arrays of one kind after those of another, weights first.
+// The table of a step: the arrays of one kind after the other, weights first.
 std::vector<Buffer> arrays_of(const Step& job) {
     std::vector<Buffer> arrays = job.weights;
     arrays.insert(arrays.end(), job.grads.begin(), job.grads.end());

@@ -1,7 +1,7 @@
 // Sums over each array of a table, in double or uint64_t, without atomics: their order depends on nothing but the
 // lengths of the arrays and the number of threads.
 //
-// A kernel over for_segments() stores the sums of every segment in a slot of its own; add_up() adds up those of each
+// A kernel over for_segments() stores the sums of every segment in a slot of its own; add_up() adds up the sums of each
 // array. The overlap of a tile and an array is segment number tile + array: from one segment to the next at least one
 // of them grows, so the numbers are unique.
 #pragma once

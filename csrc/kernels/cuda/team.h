@@ -9,7 +9,7 @@
 
 namespace pycomm::cuda {
 
-// On the device; zeros before the kernel starts. A block that is a team by itself does not use it.
+// On the device; zeros before the kernel starts. A block that is a whole team does not use it.
 struct Meeting {
     uint32_t arrived;
     uint32_t dismissed;

@@ -96,7 +96,7 @@ HierarchicalGroup::HierarchicalGroup(TcpGroup& flat, SharedMemoryGroup& local, s
     std::sort(everyone.begin(), everyone.end());
     const bool fits = everyone == all && fewest > 0 && hosts_[host_].size() == static_cast<size_t>(local.size()) &&
                       hosts_[host_][static_cast<size_t>(local.rank())] == rank();
-    if (!fits) throw ArgumentError("hosts are not those of the two groups");
+    if (!fits) throw ArgumentError("hosts do not match the two groups");
     num_lanes_ = static_cast<int>(fewest);
     const auto own = static_cast<size_t>(local.rank());
     if (local.rank() >= num_lanes_) lane_ = {rank()};

@@ -32,8 +32,8 @@ namespace pycomm {
 
 class HierarchicalGroup final : public Group {
    public:
-    // flat: all ranks. local: those of this host, in rising order. hosts: ranks by host. Both groups must outlive this
-    // one, which closes them. check_signals(): as for them.
+    // flat: all ranks. local: this host's ranks, in rising order. hosts: ranks by host. Both groups must outlive this
+    // one, which closes them. check_signals(): as for the two groups.
     HierarchicalGroup(TcpGroup& flat, SharedMemoryGroup& local, std::vector<std::vector<int>> hosts,
                       std::function<void()> check_signals);
 

@@ -70,7 +70,7 @@ class NcclGroup {
     // offsets, or none does. A failure breaks the group.
     void register_memory(void* memory, int64_t num_bytes, bool symmetric, double timeout);
     // Before the memory is freed. Does nothing for memory that is not registered, and once the group is closed or
-    // broken. NCCL gives windows places in one space of addresses that is alike on all ranks: all must register and
+    // broken. NCCL gives windows places in one space of addresses, the same on all ranks: all must register and
     // deregister them in one order.
     void deregister_memory(void* memory);
 

@@ -26,11 +26,11 @@ struct Control {
     // Valid once gave_up is set: the step that this rank did not complete, the rank that failed (-1: itself), and why.
     uint32_t failed_step;
     int32_t failed_peer;
-    // Goes with announced[i]: the largest magnitude in what the caller left outside its array.
+    // Belongs to announced[i]: the largest magnitude in what the caller left outside its array.
     std::atomic<float> largest[2];
     char why[512];
-    char refusal[2][512];   // goes with announced[i] of Kind::kRefused
-    char algorithm[2][64];  // goes with announced[i] of Kind::kProgram
+    char refusal[2][512];   // belongs to announced[i] of Kind::kRefused
+    char algorithm[2][64];  // belongs to announced[i] of Kind::kProgram
     // Wakes this rank when a message was posted for it, or one of its own was taken.
     alignas(64) std::atomic<uint32_t> rings;
     std::atomic<uint32_t> listening;

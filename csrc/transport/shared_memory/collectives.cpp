@@ -9,7 +9,7 @@
 namespace pycomm {
 namespace {
 
-// Up to this size every rank reduces the whole array by itself: reading P times as much costs less than one more step,
+// Up to this size every rank reduces the whole array on its own: reading P times as much costs less than one more step,
 // which takes a time slice where ranks outnumber cores.
 constexpr int64_t kRedundantBytes = 512, kRedundantBytesCrowded = 16 << 10;
 

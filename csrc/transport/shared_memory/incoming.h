@@ -21,7 +21,7 @@ struct Arrival {
     const char* payload = nullptr;
     int source = -1;
     int32_t width = 1;
-    uint64_t number = 0;  // among those of the source
+    uint64_t number = 0;  // among the messages of the source
     uint64_t order = 0;   // in which it was found, over all sources
     int64_t num_bytes = 0, tag = 0;
 };
@@ -59,7 +59,7 @@ class Incoming {
              std::function<void(int source)> news);
 
     void post(ReceiptPtr receipt);
-    // Copies all messages as far as they have arrived, that of `wanted` first unless it is null. Returns whether
+    // Copies all messages as far as they have arrived, first the one for `wanted` unless it is null. Returns whether
     // `wanted` is finished.
     bool progress(Receipt* wanted);
     // The source that `receipt` waits for, -1: any.

@@ -14,7 +14,7 @@
 // first, unless a receipt posted earlier has taken it. Every waiting thread makes progress on all receipts.
 //
 // The bytes of a message count as buffered from send() until the message is taken. If they would exceed a limit, send()
-// waits for room. It fails at once if it would wait for ever, because the receiver itself waits for this rank.
+// waits for room. It fails at once if it would wait forever, because the receiver itself waits for this rank.
 //
 // A failure concerns one send or receive and does not break the group. A message that was sent completely can be
 // received even if its sender has died or closed since.

@@ -12,7 +12,7 @@ constexpr int64_t kMostBytes = int64_t{1} << 48;
 
 int64_t round_up(int64_t num_bytes) { return (num_bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
-// The first rank besides `rank` that gets the same array as p.
+// The first rank other than `rank` that gets the same array as p.
 int first_of(const std::vector<Buffer>& xs, int p, int rank) {
     for (int q = 0; q < p; ++q) {
         const Buffer &one = xs[static_cast<size_t>(q)], &other = xs[static_cast<size_t>(p)];

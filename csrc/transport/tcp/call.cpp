@@ -72,7 +72,7 @@ TcpCall::~TcpCall() { leave(); }
 
 void TcpCall::leave() {
     if (getpid() == group_.pid_ && group_.broken_.empty() && group_.refusal_.empty()) {
-        for (int p : peers_) {  // an exception in the middle, as for want of memory
+        for (int p : peers_) {  // an exception in the middle, as for lack of memory
             if (link(p).unsent() == 0 && !link(p).is_receiving()) continue;
             group_.break_for_good(group_.rank_, format("rank %d: %s: it failed in the middle", group_.rank_, name_));
             break;

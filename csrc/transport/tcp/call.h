@@ -47,7 +47,7 @@ class TcpCall {
     // Bytes for rank p, to be called before begin(). They are the first ones after the frame.
     void attach(int p, const void* data, int64_t num_bytes) { first_.push_back({p, data, num_bytes}); }
     // Exchanges frames with all members, and compares: throws ArgumentError on each, naming the first difference.
-    // verify(): compares what came as `extra`; throws such an error on all members alike.
+    // verify(): compares what came as `extra`; throws the same kind of error on all members.
     void begin(
         const Operation& mine, const void* extra = nullptr, uint32_t extra_bytes = 0,
         const std::function<void()>& verify = [] {});

@@ -82,7 +82,7 @@ class Post final : private WatchedSockets {
 
     // Waits until the other sides' kernels have everything, for at most `patience` seconds.
     void hand_over(double patience);
-    // Ends all waits; then closes the connections, and those of a forked child at once.
+    // Ends all waits; then closes the connections. A forked child closes its connections at once.
     void close(const std::string& why);
     void close_in_child();
 

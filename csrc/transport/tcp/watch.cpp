@@ -153,7 +153,7 @@ class Watch final : public ForkAware {
     std::mutex threads_;                 // one change of the thread at a time
     std::mutex mutex_;                   // held while objects are called
     std::mutex keys_mutex_;              // the last of all locks to be taken
-    std::map<uint64_t, Entry> entries_;  // those of an object one after the other
+    std::map<uint64_t, Entry> entries_;  // the entries of an object are consecutive
     std::map<int, uint64_t> keys_;       // by socket
     uint64_t last_key_ = 0;
     Descriptor epoll_, waker_;

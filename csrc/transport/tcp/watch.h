@@ -19,7 +19,7 @@ class WatchedSockets {
 
 // Adds a socket. An object is called by one thread at a time.
 void watch(WatchedSockets* object, int index, int socket);
-// Says whether the object also wants to know when the socket can be written. From any thread.
+// Says whether the object must also know when the socket can be written. From any thread.
 void watch_for_room(int socket, bool wanted);
 // Removes an object, and its sockets before they are closed. It is not called any more once this has returned. Do not
 // hold a lock that the object takes when it is called.

@@ -21,7 +21,7 @@ __all__ = ["make_group", "register", "stats"]
 
 
 def register() -> None:
-    """Register the backend with torch, as ``import pycomm`` does; from torch 2.14 on, torch finds it by itself."""
+    """Register the backend with torch, as ``import pycomm`` does; torch 2.14 and later find it on their own."""
     if not dist.is_available() or hasattr(dist.Backend, PYCOMM.upper()):
         return
     dist.Backend.register_backend(PYCOMM, _make, extended_api=True, devices=_Devices(["cpu", "cuda"]))

@@ -59,7 +59,7 @@ class Calls:
         self._recent: deque[BackendWork] = deque(maxlen=0 if keeps_python_works() else 8)
 
     def side_of(self, device: torch.device | None) -> GpuSide | None:
-        """Return what operates on tensors of ``device``; ``None`` for those in CPU memory, which the engine does."""
+        """Return the side that operates on tensors of ``device``; ``None`` for CPU memory, where the engine does."""
         if device is None or device.type == "cpu":
             return None
         if self.gpu is None:

@@ -76,12 +76,12 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def is_part(x: torch.Tensor, whole: torch.Tensor, number: int = 0) -> bool:
-    """Return whether ``x`` is the part ``number``, of parts of its size, of ``whole``; both contiguous."""
+    """Return whether ``x`` is part ``number`` of ``whole``, counted in parts of the size of ``x``; both contiguous."""
     return x.data_ptr() == whole.data_ptr() + number * x.nbytes
 
 
 def require_writable(tensor: Any) -> torch.Tensor:
-    """Return ``tensor``."""
+    """Return ``tensor``; raise TypeError or ValueError unless it is an ordinary tensor that can be written to."""
     _require_plain(tensor)
     repeated = (stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
     if tensor.numel() > 0 and any(repeated):
@@ -97,7 +97,7 @@ def _require_plain(tensor: Any) -> None:
         kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else f"in layout {tensor.layout}"
         raise TypeError(f"a tensor is {kind}, wanted a dense one")
     if not tensor.is_cpu:
-        raise TypeError(f"a tensor is on {tensor.device}, wanted it on the CPU, as another one of this call is")
+        raise TypeError(f"a tensor is on {tensor.device}, wanted it on the CPU, like another tensor of this call")
     if tensor.numel() > 0 and tensor.data_ptr() == 0:
         raise ValueError(f"a tensor of shape {list(tensor.shape)} has no memory: it is fake, or was freed")
 
@@ -220,7 +220,7 @@ class GroupEngine:
         target.finish()
 
     def all_reduce_coalesced(self, tensors: Sequence[torch.Tensor], op: str, timeout: float) -> None:
-        """Reduce all ``tensors`` over all ranks, in place; those of one dtype travel together."""
+        """Reduce all ``tensors`` over all ranks, in place; tensors of one dtype travel together."""
 
         def prepare() -> list[torch.Tensor]:
             return [require_writable(tensor).detach() for tensor in tensors]
@@ -248,7 +248,7 @@ class GroupEngine:
         return self._flat[:num_bytes].view(dtype)
 
     def reduce(self, tensor: torch.Tensor, dst: int, op: str, timeout: float) -> None:
-        """Reduce ``tensor`` over all ranks into that of rank ``dst``."""
+        """Reduce ``tensor`` over all ranks into the ``tensor`` of rank ``dst``."""
 
         def prepare() -> tuple[Target, torch.Tensor, str]:
             target = to_change(tensor)
@@ -289,7 +289,7 @@ class GroupEngine:
         target.finish()
 
     def each(self, name: str, run: Callable[..., None], pairs: Sequence[Any], *args: Any) -> None:
-        """Call ``run(out, x, *args)`` for each of ``pairs``, of which all ranks must have as many.
+        """Call ``run(out, x, *args)`` for each of ``pairs``; all ranks must have equally many.
 
         ``args`` end with the limit of every single wait, in seconds.
         """
@@ -300,7 +300,7 @@ class GroupEngine:
     # Movements.
 
     def broadcast(self, tensor: torch.Tensor, src: int, timeout: float) -> None:
-        """Overwrite ``tensor`` with that of rank ``src``."""
+        """Overwrite ``tensor`` with the ``tensor`` of rank ``src``."""
         target = _prepared(self.transport, lambda: to_change(tensor), timeout)
         self._count(target.dense)
         self.transport.broadcast(target.dense, src, timeout)
@@ -417,7 +417,7 @@ def _require_same_dtypes(
 
 
 def _number_of(x: torch.Tensor | None) -> int:
-    """Return the place of the dtype of ``x`` in ``_DTYPES``."""
+    """Return the index of the dtype of ``x`` in ``_DTYPES``."""
     name = _DTYPES[0] if x is None else str(x.dtype).removeprefix("torch.")
     return _DTYPES.index(name) if name in _DTYPES else 1
 

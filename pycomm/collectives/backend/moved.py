@@ -44,7 +44,7 @@ class _Moved:
     contents: torch.Tensor
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether this is what ``storage`` still consists of."""
+        """Return whether ``storage`` still lies where it was moved."""
         return self.address == storage.data_ptr() and not self.watch.is_over()
 
 
@@ -114,4 +114,4 @@ def _require_room(wanted: int) -> None:
     state = os.statvfs(_SHM)
     room = state.f_bavail * state.f_frsize
     if room < wanted:
-        raise OSError(f"{_SHM} has {room >> 20} MiB left, {wanted >> 20} MiB wanted for a moment")
+        raise OSError(f"{_SHM} has {room >> 20} MiB left, {wanted >> 20} MiB needed for a moment")

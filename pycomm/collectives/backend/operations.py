@@ -1,7 +1,7 @@
 """Operations of a process group as torch calls them: lists of tensors, options, a ``Work`` in return.
 
 torch calls them from Python (``dist.all_reduce``) and from C++ (DistributedDataParallel, functional collectives). They
-have the names of torch 2.14, and those of older releases. An operation that need not be asynchronous runs on the
+have the names of torch 2.14 and of older releases. An operation that need not be asynchronous runs on the
 caller's thread, and raises there.
 """
 
@@ -306,7 +306,7 @@ def monitored_barrier(calls: Calls, timeout: float, wait_all_ranks: bool) -> Non
 
 
 def _receive(engine: GroupEngine, peer: int, tag: int, number: int, deadline: float) -> None:
-    """Receive the message of ``peer`` for barrier ``number``; skip those of earlier barriers that failed."""
+    """Receive the message of ``peer`` for barrier ``number``; skip messages of earlier barriers that failed."""
     found = torch.tensor([-1])
     while found.item() < number:
         receipt = engine.transport.receive(found, peer, tag)

@@ -187,7 +187,7 @@ class PycommProcessGroup(dist.ProcessGroup):
         """
         handles, mine = _in_order(opts.handles), self.get_reconfigure_handle()
         if mine not in handles or len(set(handles)) < len(handles):
-            raise ValueError(f"handles are {handles}, wanted each rank's once, with this one's, {mine!r}, among them")
+            raise ValueError(f"handles are {handles}, wanted one per rank, including this rank's, {mine!r}")
         if opts.uuid in self._uuids:
             raise RuntimeError(f"uuid {opts.uuid} was already used on this rank, wanted a new one each time")
         self._uuids.add(opts.uuid)
@@ -222,7 +222,7 @@ class PycommProcessGroup(dist.ProcessGroup):
         return timedelta(seconds=self.engine.timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Limit every single wait of operations from now on."""
+        """Limit every single wait of later operations."""
         self.engine.timeout = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
@@ -241,7 +241,7 @@ def make(options: Any, backend_options: Any) -> PycommProcessGroup:
 
 
 def _in_order(handles: Collection[str]) -> list[str]:
-    """Return handles in the order of their ranks: the given one, or that of the ranks they had first."""
+    """Return handles in the order of their ranks: as passed if it is a list, else by the ranks in the handles."""
     if isinstance(handles, (list, tuple)):
         return list(handles)
     return sorted(handles, key=lambda handle: (handle.rpartition("/")[0], int(handle.rpartition("/")[2])))

@@ -29,9 +29,9 @@ _DID_NOT_COME = ("timed out waiting", "it has ended its training", "it closed it
 
 
 def add_calls(error: BaseException, transport: Any, all_gather: Callable[..., None]) -> None:
-    """Add each rank's call of its script to ``error``, that they called different operations, and what it tells.
+    """Add to ``error``, raised as ranks called different operations, each rank's call in its script and what it tells.
 
-    Collective. ``all_gather``: the transport's, without the recorder, whose last operation is to be that of the error.
+    Collective. ``all_gather``: the transport's own, unrecorded, so that the last recorded operation is the failed one.
     """
     name, place = present_call()
     lines = name, one_line(f"{f'in {name}() ' if name else ''}at {place}"), transport.recorder.tells
@@ -61,7 +61,7 @@ def add_calls(error: BaseException, transport: Any, all_gather: Callable[..., No
 
 
 def add_call(error: CommError) -> None:
-    """Add this rank's call to ``error``, of a rank that did not come, if perhaps only some ranks have made the call."""
+    """Add this rank's call to ``error``, about a rank that did not come, if perhaps only some ranks made the call."""
     name, place = present_call()
     if any(what in str(error) for what in _DID_NOT_COME) and name not in (*_OF_STEPS, error.operation):
         error.args = (f"{error}. All ranks must call {name}(), as this one does at {place}",)

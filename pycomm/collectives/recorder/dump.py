@@ -76,7 +76,7 @@ def dump_failure(recorder: Recorder, why: str) -> None:
     _failed.add(recorder.group)
     file = dump(why)
     if file is not None:
-        _LOG.warning("the last operations of this rank are in %s; `pycomm explain` compares those of all ranks", file)
+        _LOG.warning("the last operations of this rank are in %s; `pycomm explain` compares all ranks' files", file)
 
 
 def dump_for_signal() -> None:
@@ -92,7 +92,7 @@ def _check(place: Path) -> None:
     """Refuse a folder that is not this user's alone: in /tmp, any user may have created one of this name."""
     found = place.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise PermissionError("it is no folder, or a link to one")
+        raise PermissionError("it is not a folder, or is a link to one")
     if found.st_uid != os.geteuid():
         raise PermissionError(f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -107,7 +107,7 @@ def _write_new(path: Path, text: str, mode: int) -> None:
 
 
 def _drop_old(place: Path) -> None:
-    """Delete this host's oldest files beyond the newest ``_MOST_FILES``, except those of the last day."""
+    """Delete this host's oldest files beyond the newest ``_MOST_FILES``, except files of the last day."""
     name = re.compile(rf"rank\d+-{re.escape(socket.gethostname())}-\d+\.json")
     files = sorted((_time_of(path), path) for path in place.iterdir() if name.fullmatch(path.name))
     for written, path in files[: max(0, len(files) - _MOST_FILES)]:

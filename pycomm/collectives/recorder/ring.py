@@ -51,7 +51,7 @@ class Entry(NamedTuple):
     """Operation that was called.
 
     Attributes:
-        number: number of the collective in its group, from 1; a message has that of the collective before it.
+        number: number of the collective in its group, from 1; a message has the number of the collective before it.
         operation: name.
         dtype, elements: of this rank's input, if known.
         detail: further arguments, such as the reduction or a root.
@@ -107,7 +107,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def telling(self, what: str) -> Iterator[None]:
-        """Have this rank tell ``what`` in the block. That all ranks tell something means that they may differ."""
+        """Have this rank tell ``what`` in the block. If all ranks tell something, their operations may differ."""
         self.tells = what
         try:
             yield

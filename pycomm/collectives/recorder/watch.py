@@ -67,7 +67,7 @@ def watch(transport: Any, group: str, ranks: Sequence[int]) -> Recorder:
 
 
 def _unbound(transport: Any, name: str) -> Callable[..., Any] | None:
-    """Return an operation of ``transport``, if it has it, without keeping the object, which is about to refer to it."""
+    """Return an operation of ``transport``, ``None`` without one; it refers to the object weakly, to avoid a cycle."""
     method: Any = getattr(transport, name, None)
     if getattr(method, "__self__", None) is not transport:
         return method  # type: ignore[no-any-return]

@@ -75,7 +75,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def socket_address(host: str, port: int, family: socket.AddressFamily) -> Any:
-    """Return the whole address of a socket: that of ("fe80::1%eth0", 80) has the interface's number, its scope."""
+    """Return the whole address of a socket: for ("fe80::1%eth0", 80) with the interface's number as its scope."""
     return socket.getaddrinfo(host, port, family)[0][4]
 
 
@@ -259,7 +259,7 @@ class Signer:
         return "" if self.key is None else _sign(self.key, *(part.encode("utf-8", "replace") for part in parts)).hex()
 
     def is_signed(self, signature: object, *parts: str) -> bool:
-        """Return whether ``signature`` is that of ``parts``; False without a secret."""
+        """Return whether ``signature`` is :meth:`sign` of ``parts``; False without a secret."""
         is_text = bool(self.key) and isinstance(signature, str)
         return is_text and hmac.compare_digest(str(signature).encode(), self.sign(*parts).encode())
 
@@ -322,7 +322,7 @@ class Proof:
         if proof == _REFUSED:
             raise ConnectionError(f"it was refused there: {SECRET} differs, or addresses are translated on the way")
         if not hmac.compare_digest(proof, _sign(self._key, b"server", nonce, mine, both)):
-            raise ConnectionError("who answers there does not know the secret")
+            raise ConnectionError("the program that answers there does not know the secret")
 
     def _encrypt(self, server: bool) -> Step:
         if self._context is None:

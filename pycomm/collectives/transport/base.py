@@ -1,4 +1,4 @@
-"""Interface of all transports. Arguments and errors are those of :class:`pycomm.Communicator`."""
+"""Interface of all transports. Arguments and errors are as for :class:`pycomm.Communicator`."""
 
 from __future__ import annotations
 

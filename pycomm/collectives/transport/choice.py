@@ -101,7 +101,7 @@ def _kind_of(wanted: str, hosts: Hosts, greetings: Sequence[Mapping[str, Any]]) 
     if wanted == "shared_memory" and not hosts.are_one:
         for p, greeting in enumerate(greetings):
             if "no_memory" in greeting:
-                raise ValueError(f"transport is 'shared_memory', but rank {p} is denied any: {greeting['no_memory']}")
+                raise ValueError(f"transport is 'shared_memory', but rank {p} is denied it: {greeting['no_memory']}")
         raise ValueError("transport is 'shared_memory', but the ranks are not all on one host")
     if wanted == "hierarchical" and not hosts.are_shared:
         why = "all ranks are on one host" if hosts.are_one else "no two ranks share a host"

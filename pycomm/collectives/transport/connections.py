@@ -4,7 +4,7 @@ Rank ``r`` connects to every lower rank, and accepts connections of every higher
 one poll drive all connections, so a silent one delays no other. See
 :mod:`pycomm.collectives.transport.handshake` for the proof.
 
-A connection that the kernel calls connected may wait in a queue for ever, or belong to another program. So it counts
+A connection that the kernel calls connected may wait in a queue forever, or belong to another program. So it counts
 after the proof only, and is closed and tried again if that does not come soon.
 """
 
@@ -56,7 +56,7 @@ STREAMS = "PYCOMM_STREAMS"
 MOST_STREAMS = 8
 SEGMENT = "PYCOMM_TCP_MSS"
 """Environment variable with the most bytes of a TCP segment, where the path loses larger packets without a word."""
-_SEGMENTS = range(88, 65496)  # those of Linux and IPv4
+_SEGMENTS = range(88, 65496)  # on Linux, over IPv4
 
 GREETING = {"tcp": ListOf(str, least=1), "key": str, "secret": str, "streams": COUNT}
 """Shape of the part of a greeting that :func:`introduction` returns."""
@@ -77,7 +77,7 @@ _NO_ROUTE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM}
 
 
 class Gathering(Protocol):
-    """What is used of :class:`pycomm.collectives.transport.meeting.Meeting`."""
+    """Part of :class:`pycomm.collectives.transport.meeting.Meeting` that is used here."""
 
     rank: int
     size: int
@@ -155,7 +155,7 @@ def streams_of(greetings: Sequence[Mapping[str, Any]]) -> int:
 
 
 def key_of(greetings: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the key of the proofs, made of the secret of the job and of what all ranks have put into the store.
+    """Return the key of the proofs, derived from the job's secret and from what all ranks have put into the store.
 
     So a secret that could be guessed is no worse than none. Raises ValueError if the ranks do not have the same secret.
     """
@@ -166,7 +166,7 @@ def key_of(greetings: Sequence[Mapping[str, Any]]) -> bytes:
             continue
         if theirs and first:
             both = f"{one_line(theirs)} and {one_line(first)}"
-            raise ValueError(f"the {SECRET} of rank {p} differs from that of rank 0: {both}")
+            raise ValueError(f"the {SECRET} of rank {p} differs from rank 0's: {both}")
         without, other = (0, p) if theirs else (p, 0)
         raise ValueError(f"rank {without} has no {SECRET}, rank {other} has one")
     signer = Signer(secret(shortest=1) or b"tcp")
@@ -296,7 +296,7 @@ class _Attempt:
 
 @dataclass(eq=False)
 class _Exchange:
-    """Connections of one rank while they are made."""
+    """Connections of one rank while they are established."""
 
     meeting: Gathering
     listener: Listener
@@ -312,7 +312,7 @@ class _Exchange:
     _listens_from: float = 0.0
 
     def run(self, targets: Sequence[list[_Target]]) -> None:
-        """Return once there are connections of all kinds to all ranks; ``targets`` has those of lower ranks."""
+        """Return once there are connections of all kinds to all ranks; ``targets`` has the addresses of lower ranks."""
         rank, size = self.meeting.rank, self.meeting.size
         began = next_tick = time.monotonic()
         deadline = began + self.meeting.left()
@@ -341,7 +341,7 @@ class _Exchange:
             self._listen_again(time.monotonic())
 
     def detached(self) -> Connections:
-        """Return the connections, which are the caller's from now on."""
+        """Return the connections; from now on the caller owns them."""
         size = self.meeting.size
         result = Connections([[-1] * size for _ in range(self.kinds)], [""] * size)
         try:
@@ -456,7 +456,7 @@ class _Exchange:
             except OSError as error:
                 if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
                     raise
-                # Those of EXHAUSTED pass, and so do those of one connection that the kernel reports here.
+                # Errors in EXHAUSTED are temporary, and so are errors of one connection, which the kernel reports here.
                 self._pause_listening(now + _PAUSE)
                 if error.errno in EXHAUSTED:
                     self._refused = f"accepting fails: {error.strerror}"

@@ -162,7 +162,7 @@ class GpuQueue:
 
     @contextlib.contextmanager
     def reading(self, producers: Collection[int]) -> Iterator[None]:
-        """Read, on torch's current stream, what the streams ``producers`` have made; they then may reuse its memory."""
+        """Read, on torch's current stream, what the streams ``producers`` have written; they may then reuse it."""
         here = raw_stream(self.device)
         others = [stream for stream in producers if stream != here]
         self._order(others, [here])
@@ -170,7 +170,7 @@ class GpuQueue:
         self._order([here], others)
 
     def _order(self, first: Sequence[int], then: Sequence[int]) -> None:
-        """Make the streams ``then`` wait for all that the streams ``first`` have been given."""
+        """Make the streams ``then`` wait for all work that was enqueued on the streams ``first``."""
         if not (first and then):
             return
         if self._marks is None:
@@ -196,7 +196,7 @@ class GpuQueue:
         return self._run("native", operation, async_op, *args)
 
     def reduce_scatter_v(self, xs: Sequence[torch.Tensor], op: str) -> None:
-        """Reduce every ``xs[p]`` over all ranks, in place, on rank p only. Parts differ in length, on all ranks alike.
+        """Reduce every ``xs[p]`` over all ranks, in place, on rank p only. Parts may differ in length from each other.
 
         NCCL has no such operation; each part is reduced to its rank, all in one group.
         """
@@ -205,7 +205,7 @@ class GpuQueue:
                 self.run("reduce", False, x, dst, op)
 
     def all_gather_v(self, outs: Sequence[torch.Tensor]) -> None:
-        """Overwrite every ``outs[p]`` with that of rank p. Parts differ in length, on all ranks alike."""
+        """Overwrite every ``outs[p]`` with the one on rank p. Parts may differ in length from each other."""
         with self.grouped():
             for src, out in enumerate(outs):
                 self.run("broadcast", False, out, src)
@@ -313,7 +313,7 @@ class GpuQueue:
 
     @property
     def symmetric_bytes(self) -> int:
-        """Bytes of them in symmetric windows."""
+        """Bytes of registered memory in symmetric windows."""
         return sum(transport.windows.num_bytes for transport in self._transports.values())
 
     def check(self) -> None:

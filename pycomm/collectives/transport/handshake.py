@@ -62,7 +62,7 @@ class Handshake:
         self.who = (-1, -1)
 
     def as_client(self, address: Any, server: int, kind: int) -> Step:
-        """Connect to ``address``, and prove that this is the rank of the meeting; raise OSError unless ``server`` is.
+        """Connect to ``address``, and prove this rank's identity; raise OSError unless rank ``server`` proves its own.
 
         What does not depend on the other side's nonce is sent at once, as another program may only answer then.
         """
@@ -81,7 +81,7 @@ class Handshake:
         yield from self._send(_TAKEN)
 
     def as_server(self, is_expected: Callable[[int, int], bool]) -> Step:
-        """Verify who connects, raising OSError if it is nobody of those expected; then prove who this is."""
+        """Verify who connects, raising OSError if no expected rank does; then prove this rank's identity."""
         self.is_connected, server = True, self._rank
         nonce = secrets.token_bytes(NONCE)
         yield from self._send(MAGIC + nonce)
@@ -99,10 +99,10 @@ class Handshake:
             raise ConnectionError("it breaks the protocol")
 
     def any_words(self) -> Step:
-        """Send the end of a line; raise the error that shows what comes then."""
+        """Send the end of a line; raise an error that shows the answer."""
         yield from self._send(b"\r\n\r\n")
         yield from self._receive(_HEARD, MAGIC)
-        raise ConnectionError("its proof does not come")
+        raise ConnectionError("it sends no proof")
 
     def _connect(self, address: Any) -> Step:
         try:

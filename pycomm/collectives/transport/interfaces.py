@@ -36,7 +36,7 @@ INTERFACE, PORTS, ADVERTISE = "PYCOMM_SOCKET_IFNAME", "PYCOMM_PORT_RANGE", "PYCO
 MOST_ADDRESSES = 16
 LONGEST_ADDRESS = 100  # characters
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-_VIRTUAL = ("docker*", "virbr*", "veth*", "br-*")  # of containers and guests: their addresses are those of one host
+_VIRTUAL = ("docker*", "virbr*", "veth*", "br-*")  # of containers and guests: only this host reaches them
 _BACKLOG = 4096  # the kernel lowers it to net.core.somaxconn
 _LAST_PORT = 65535
 _TRIES = 16  # for one free port of both families
@@ -226,7 +226,7 @@ def _matches(one: Own, entry: str, is_whole: bool, name: str, text: str) -> bool
         try:
             network = ipaddress.ip_network(entry.removeprefix("="), strict=False)
         except ValueError as error:
-            raise ValueError(f"{name} is {text!r}, but {entry!r} is no network: {error}") from None
+            raise ValueError(f"{name} is {text!r}, but {entry!r} is not a network: {error}") from None
         return ipaddress.ip_address(one.host) in network
     if is_whole or entry.startswith("="):
         return one.interface == entry.removeprefix("=")

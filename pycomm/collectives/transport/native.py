@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class NativeTransport:
-    """Transport whose operations are those of ``group``."""
+    """Transport with the operations of ``group``."""
 
     interruptible = True
     recorder: Recorder

@@ -104,11 +104,11 @@ def keep_order() -> None:
 
 
 def tell_of_late_order() -> None:
-    """Log that torch's NCCL has started without what :func:`keep_order` is about to ask for, if so."""
+    """Log a warning if torch's NCCL has started without the setting that :func:`keep_order` is about to make."""
     if _ORDER_VARIABLE not in os.environ and _native.cuda_driver_version() >= _ORDER_DRIVER:
         _LOG.warning(
             "NCCL has started, for torch, without %s=1: set it where the ranks are started, or torch's operations on a "
-            "GPU (SyncBatchNorm, buffers) and pycomm's may wait for each other for ever",
+            "GPU (SyncBatchNorm, buffers) and pycomm's may wait for each other forever",
             _ORDER_VARIABLE,
         )
 
@@ -176,7 +176,7 @@ class NcclTransport:
     Args:
         rank, size: this rank, and the number of ranks.
         device: ordinal of this rank's GPU.
-        share: all-gather of bytes over the CPU; returns those of all ranks, in rank order.
+        share: all-gather of bytes over the CPU; returns the bytes of all ranks, in rank order.
         algorithm: "native", which leaves the choice to NCCL, or "ring", for which ``NCCL_ALGO=Ring`` is set in the
             environment while this communicator is made. (NCCL reads the environment of the process: see
             csrc/transport/nccl/init.h.)
@@ -361,7 +361,7 @@ def _require_agreement(plans: list[dict[str, Any]]) -> None:
     for p, plan in enumerate(plans):
         if plan["algorithm"] != plans[0]["algorithm"]:
             raise ValueError(
-                f"the ranks disagree: rank {p} wants algorithm {plan['algorithm']!r}, rank 0 {plans[0]['algorithm']!r}"
+                f"the ranks disagree: rank {p} has algorithm {plan['algorithm']!r}, rank 0 {plans[0]['algorithm']!r}"
             )
         if plan["version"] != plans[0]["version"]:
             raise ValueError(

@@ -95,7 +95,7 @@ def group_of(given: dist.ProcessGroup | DeviceMesh | None, name: str = "group") 
 def found_group(find: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGroup, Exception | None]:
     """Return the group of ``find``; if that raises, the default group, whose ranks learn of the error, and the error.
 
-    If there are several groups, so that the one of the other ranks is unknown, the error is raised.
+    If there are several groups, so that it is unknown which of them the other ranks passed, the error is raised.
     """
     try:
         return find(), None
@@ -109,7 +109,7 @@ def found_group(find: Callable[[], dist.ProcessGroup]) -> tuple[dist.ProcessGrou
 def timeout_seconds(
     timeout: timedelta | float | None, process_group: dist.ProcessGroup | DeviceMesh | None = None
 ) -> float:
-    """Return the user's ``timeout`` in seconds; for ``None`` that of ``process_group``.
+    """Return the user's ``timeout`` in seconds; for ``None`` the timeout of ``process_group``.
 
     Without a group (a process that joins others): torch's default, half an hour.
     """

@@ -3,7 +3,7 @@
 NCCL requires that in an operation all ranks pass registered memory, at equal offsets, or none does. So ranks agree on
 whether they register (see :class:`NcclTransport`), and every tensor of a size that all ranks share is of one kind.
 
-NCCL's symmetric kernels want more: windows, which all ranks make together, and pass together. Gradients cannot lie in
+NCCL's symmetric kernels need more: windows, which all ranks make together, and pass together. Gradients cannot lie in
 one: when a user keeps a gradient, the bucket gets new memory on that rank alone. Messages can.
 """
 
@@ -75,9 +75,9 @@ def _storage_on(block: RegisteredBlock) -> torch.UntypedStorage:
 
 
 def register(array: Any, transport: NcclTransport) -> None:
-    """Register the block that is ``array``, if any, with ``transport``, if the ranks register.
+    """Register the block that is ``array``, if any, with ``transport``, if that registers memory.
 
-    Parts of a block do not count, as each rank may pass another one, and only that of one rank begins the block.
+    Parts of a block do not count, as each rank may pass another part, and only one rank's part begins the block.
     """
     if not transport.registers or not isinstance(array, torch.Tensor):
         return

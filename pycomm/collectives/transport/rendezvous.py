@@ -238,7 +238,7 @@ class Hosts:
 
     @property
     def local_rank(self) -> int:
-        """Index of this rank among those of its host."""
+        """Index of this rank among the ranks of its host."""
         return self.members.index(self.rank)
 
     @property

@@ -235,7 +235,7 @@ class TorchTransport:
         self._broadcast("broadcast", tensor.view(torch.uint8), source, timeout)
 
     def _broadcast(self, kind: str, x: torch.Tensor, source: int, timeout: float) -> None:
-        """Overwrite ``x``, bytes, with that of ``source``."""
+        """Overwrite ``x``, bytes, with the ``x`` of ``source``."""
         if x.numel() > 0:
             self._group.run(
                 *(kind, timeout),
@@ -325,7 +325,7 @@ class TorchTransport:
 
 
 def _divide(x: torch.Tensor, op: str, size: int) -> None:
-    """Make the sums ``x`` means, if ``op`` is "mean"."""
+    """Divide the sums ``x`` by the number of ranks if ``op`` is "mean"."""
     if op == "mean":
         x.mul_(1.0 / size)
 

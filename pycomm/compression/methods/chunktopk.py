@@ -80,9 +80,9 @@ class ChunkTopK(CodecMethod):
         e = decay * e + d;  send the k largest |e| of every chunk;  e = e - what was sent
 
     With ``decay`` below 1 the residual forgets on purpose, and takes the place of momentum: the optimizer that the
-    average goes to, or the outer one, must then have none. With ``decay=1`` nothing is lost.
+    average goes to, or the outer optimizer, must then have none. With ``decay=1`` nothing is lost.
 
-    Chunks run through all parameters of a bucket, those of one dimension included. At ``k=64, chunk=4096, bits=2``
+    Chunks run through all parameters of a bucket, also one-dimensional ones. At ``k=64, chunk=4096, bits=2``
     an entry takes 8 bits of position (Elias-Fano code; 12 without one) and 2 of value, and a chunk 4 bytes more: 84
     bytes instead of 16,384. Those are two magnitudes, which its levels divide evenly. With 2 bits they are the means
     of the entries below and above the mean of all, with more bits the smallest and the largest entry. Every rank

@@ -117,7 +117,7 @@ class _HalfMethod(Method):
         checks.choice("sum", self.sum, _SUMS)
 
     def __repr__(self) -> str:
-        return settings_text(self)  # servers compare it with that in older checkpoints
+        return settings_text(self)  # servers compare it with the text in older checkpoints
 
 
 @dataclass(frozen=True, repr=False)

@@ -52,7 +52,7 @@ class QuantizedForm:
 
 
 class _BlockMethod(CodecMethod):
-    """Base of methods whose messages are blocks of small numbers. ``seed``: that of stochastic rounding, if it is."""
+    """Base of methods whose messages are blocks of small numbers. ``seed``: seed of stochastic rounding, if any."""
 
     reduces_parts = True
     seed: int | None = None

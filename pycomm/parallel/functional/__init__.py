@@ -5,7 +5,7 @@
 
 There are two ways to think of a loss that several ranks compute, and a function for each.
 
-*The ranks' losses add up*: every rank computes a loss of its own, and the gradient of a tensor is that of the sum of
+*The ranks' losses add up*: every rank computes a loss of its own, and gradients are taken of the sum of
 all of them. Its functions are ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``,
 ``reduce``, and the messages ``send`` and ``recv``. Each one's backward is the transposed operation, itself one of
 these functions, so that gradients can be differentiated again:

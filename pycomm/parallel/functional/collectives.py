@@ -133,7 +133,7 @@ def broadcast(x: torch.Tensor, src: int, group: GroupLike = None) -> torch.Tenso
     """Return the ``x`` of rank ``src``; its backward is a reduce, which leaves zeros on the other ranks.
 
     Args:
-        x: tensor of the same shape and dtype on all ranks; only that of ``src`` is read.
+        x: tensor of the same shape and dtype on all ranks; only the one on ``src`` is read.
         src: rank in the group.
         group: as for :func:`all_reduce`.
 
@@ -186,7 +186,7 @@ def _rooted(name: str, argument: str, x: torch.Tensor, root: int, group: GroupLi
 def _cut(name: str, sizes: Sequence[int] | None, whole: int, ranks: int) -> tuple[int, ...]:
     if sizes is None:
         if whole % ranks:
-            raise ValueError(f"x is {whole} long, which {ranks} ranks cannot share evenly: give {name}")
+            raise ValueError(f"x is {whole} long, which {ranks} ranks cannot share evenly: pass {name}")
         return (whole // ranks,) * ranks
     if length(name, sizes) != ranks or sum(count(name, size, 0) for size in sizes) != whole:
         raise ValueError(f"{name} is {list(sizes)}, wanted {ranks} numbers with the sum {whole}")

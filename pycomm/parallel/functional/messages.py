@@ -14,8 +14,8 @@ it to a later ``recv`` (which then is differentiated before it), tie it to the l
 A message whose token is dropped gets no gradient, though the receiver sends one.
 
 The backward pass does, in reverse order, the opposite of what the forward pass did. So if all messages of the
-forward pass find their receivers, those of the backward pass do, too. Gradients have tags of their own, hence do
-not get in the way of messages that the forward pass of another microbatch sends in the meantime.
+forward pass find their receivers, all messages of the backward pass do, too. Gradients have tags of their own, so
+they are not confused with messages that the forward pass of another microbatch sends in the meantime.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def recv(
         src: another rank, in the group.
         tag: as given to :func:`send`.
         group: as for :func:`send`.
-        token: of a message that was sent before; its gradient is received after that of this message was sent.
+        token: of a message that was sent before; its gradient is received after this message's gradient was sent.
 
     Raises:
         TypeError, ValueError: an argument is wrong (on this rank).

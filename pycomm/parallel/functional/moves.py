@@ -1,7 +1,7 @@
-"""Beneath the collectives: announcements of arguments, and movements out of place, along any dimension.
+"""Base of the collectives: announcements of arguments, and movements out of place, along any dimension.
 
-Ranks compare arguments before data moves. For movements they are right and sizes known, parts may be uneven, and empty
-tensors move nothing, on all ranks alike. :func:`differentiable` makes functions of them that autograd differentiates.
+Ranks compare arguments before data moves. Movements get right arguments and known sizes; parts may be uneven, and
+empty tensors move nothing on any rank. :func:`differentiable` makes functions of them that autograd differentiates.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Call:
         x: its tensor.
         argument: number that must be the same on all ranks: a dimension, a root, the kind of a reduction.
         sizes: one number per rank, or ``None``.
-        free_dim: dimension in which the ranks' tensors may differ; ``None`` if they must be alike.
+        free_dim: dimension in which the ranks' tensors may differ; ``None`` if all their shapes must be equal.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Call:
 
 
 class Announcements(NamedTuple):
-    """What all ranks have announced.
+    """Announcements of all ranks.
 
     Attributes:
         needs_gradient: whether the tensor of any rank needs a gradient, so that all have to take part in backward.
@@ -82,7 +82,7 @@ def _numbers_of(name: str, call: Call, size: int) -> list[int]:
 
 
 def fail_together(name: str, error: Exception, group: dist.ProcessGroup, device: torch.device) -> NoReturn:
-    """Raise ``error``, for which this rank cannot call ``name``; the ranks that do get a ValueError."""
+    """Raise ``error``, because of which this rank cannot call ``name``; ranks that call it get a ValueError."""
     announce(name, error, group, device)
     raise error
 

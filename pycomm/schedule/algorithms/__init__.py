@@ -101,5 +101,5 @@ def _split(text: str) -> list[str]:
 
 def _number(word: str, name: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", word) or int(word) < 1:
-        raise ValueError(f"algorithm is {name!r}: {word!r} is no whole number of at least 1")
+        raise ValueError(f"algorithm is {name!r}: {word!r} is not a whole number of at least 1")
     return int(word)

@@ -1,6 +1,6 @@
 """Torus: reduce-scatter in the rows, all-reduce in the columns, all-gather in the rows.
 
-X x Y ranks; row y is the ranks yX, ..., yX + X - 1, for example those of a host. Each column moves only
+X x Y ranks; row y is the ranks yX, ..., yX + X - 1, for example of one host. Each column moves only
 1/X of the array, and all columns work at once.
 
 With rings, steps 2(X - 1) + 2(Y - 1), bytes 2n(X - 1)/X in the rows and 2(n/X)(Y - 1)/Y in the columns,

@@ -130,7 +130,7 @@ def _slots(table: Pipeline) -> Ints:
 #
 # With P ranks, M microbatches, and F and B seconds for a stage's forward and backward, each rank idles
 # (P - 1)(F + B) in both, a fraction (P - 1)/(M + P - 1) of the step. They differ in memory: GPipe's ranks hold
-# the activations of all M microbatches, rank r of 1F1B those of min(M, P - r).
+# the activations of all M microbatches, rank r of 1F1B only of min(M, P - r).
 #
 # GPipe: Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019,
 # section 2.3 (with its backwards in the order of its forwards). 1F1B, or PipeDream-Flush: Narayanan et al.,
@@ -221,7 +221,7 @@ def _interleaved_program(rank: int, ranks: int, groups: list[int], stages_per_ra
 #
 # ZB-V: two stages per rank, down the ranks and up again. The first rank also has the last stage, so backwards begin
 # early. With F = I = W and at least 2 P - 1 microbatches no rank idles between its first action and its last one. That
-# is the paper's zero bubble, as each rank can begin the next step by itself. From the first rank's start to the last
+# is the paper's zero bubble, as each rank can begin the next step on its own. From the first rank's start to the last
 # one's end each idles (P - 1) F, the time until the first microbatch reaches the last rank: no order is shorter. The
 # same holds if F = I >= W >= F / 2. No rank holds more than 2 P activations, of stages half as large: what 1F1B's
 # first rank holds. Ibid., section 6; Qi et al., "Pipeline parallelism with controllable memory", 2024.

@@ -144,7 +144,7 @@ def _read(text: str) -> tuple[int, list[_Cell]]:
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as error:
-        raise ValueError(f"this is no table of comma-separated cells: {error}") from None
+        raise ValueError(f"this is not a table of comma-separated cells: {error}") from None
     while rows and not rows[-1]:  # blank lines at the end
         rows.pop()
     found = [[list(_actions(cell, row, column)) for column, cell in enumerate(cells)] for row, cells in enumerate(rows)]
@@ -166,7 +166,7 @@ def _read(text: str) -> tuple[int, list[_Cell]]:
 
 
 def _actions(cell: str, row: int, column: int) -> Iterator[Action]:
-    """Yield the actions of a cell: none, one, or those of a pair."""
+    """Yield the actions of a cell: none, one, or a pair."""
     cell = cell.strip()
     pair = _PAIR.fullmatch(cell)
     for word in pair[1].split(";") if pair else [cell] * bool(cell):
@@ -190,7 +190,7 @@ def _size(given: int | None, name: str, column: Ints, cells: list[_Cell]) -> int
 
 
 def _placement(cells: list[_Cell], num_stages: int) -> Ints:
-    """Return the rank of each stage: that of its actions."""
+    """Return the rank of each stage: the one that its actions are on."""
     homes: dict[int, _Cell] = {}
     for cell in cells:
         home = homes.setdefault(cell.action.stage, cell)

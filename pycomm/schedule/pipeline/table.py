@@ -141,7 +141,7 @@ def columns_of(table: Any) -> Columns:
     except ScheduleError:
         raise
     except Exception as error:  # strange objects, and sizes, may raise anything
-        raise ScheduleError(f"this is no table of a pipeline: {told(error)}") from None
+        raise ScheduleError(f"this is not a table of a pipeline: {told(error)}") from None
 
 
 def _columns_of(table: Any) -> Columns:

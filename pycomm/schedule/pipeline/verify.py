@@ -145,7 +145,7 @@ def _fail_missing(c: Columns) -> None:
         stage, microbatch = missing
         raise ScheduleError(
             f"{Action(stage, kind, microbatch)} is missing: rank {c.rank_of_stage[stage]} never does it; "
-            f"{c.num_stages} stages x {c.num_microbatches} microbatches want {wanted} of that kind"
+            f"{c.num_stages} stages x {c.num_microbatches} microbatches need {wanted} of that kind"
         )
 
 

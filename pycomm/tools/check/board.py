@@ -1,4 +1,4 @@
-"""What the ranks of a check write for each other, in torch's store: who does not come in time is named."""
+"""Notice board of the ranks of a check, in torch's store; ranks that do not come in time are named."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class NoticeBoard:
         self.store.set(f"{what}/{self.rank}", json.dumps(value))
 
     def exchange(self, what: str, value: Any, ranks: Collection[int] | None = None) -> list[Any]:
-        """Write ``value`` and return those of ``ranks``, by default all, in their order.
+        """Write ``value``, and return the values of ``ranks``, by default all, in their order.
 
         Raises:
             AbsentError: some have written none within the timeout.

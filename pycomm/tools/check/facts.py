@@ -1,4 +1,4 @@
-"""What each rank finds out about itself, and what is wrong with that of all ranks."""
+"""What each rank finds out about itself, and what is wrong with the facts of all ranks."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def hosts_of(everyones: Sequence[Facts]) -> list[list[Facts]]:
 
 
 def with_distinct_hosts(everyones: Sequence[Facts]) -> list[Facts]:
-    """Return the facts with the address behind the name of a host that another one has too, as containers may."""
+    """Return the facts with the address added to a host's name where two hosts share it, as containers may."""
     counts = Counter(first["host"] for first, *_ in hosts_of(everyones))
     return [
         {**facts, "host": f"{facts['host']} ({facts['address']})" if counts[facts["host"]] > 1 else facts["host"]}
@@ -172,7 +172,7 @@ def name_of(facts: Facts) -> str:
 
 
 def findings_of(everyones: Sequence[Facts], parameters: float) -> list[Finding]:
-    """Return what is wrong with the facts of all ranks, for a model of so many float32 ``parameters``."""
+    """Return what is wrong with the facts of all ranks, for a model of this many float32 ``parameters``."""
     checks: tuple[Callable[..., list[Finding]], ...] = (
         _versions,
         _addresses,
@@ -213,7 +213,7 @@ def _addresses(everyones: Sequence[Facts]) -> list[Finding]:
         where = first["host"]
         for name in first["missing"]:
             what = f"GLOO_SOCKET_IFNAME names {name}, which {where} does not have"
-            found.append(Finding(True, what, "`ip -brief address` lists those of a host."))
+            found.append(Finding(True, what, "`ip -brief address` lists a host's interfaces."))
         if first["problem"]:
             found.append(Finding(True, f"{where}: {first['problem']}", "Check MASTER_ADDR and the route to it."))
         elif len(hosts) > 1 and first["address"].startswith(("127.", "::1")):
@@ -257,7 +257,7 @@ def _memory(everyones: Sequence[Facts], num_bytes: float) -> list[Finding]:
                 f"{first['host']} has {size_text(first['memory'])} of memory left. {counted(len(ranks), 'rank')} of "
                 f"this model take about {size_text(wanted)} with SGD, and more for activations"
             )
-            found.append(Finding(True, what, "Start fewer ranks on it, or give --parameters of your model."))
+            found.append(Finding(True, what, "Start fewer ranks on it, or pass --parameters for your model."))
     return found
 
 

@@ -129,7 +129,7 @@ def _ask(connection: socket.socket, command: bytes, count: int = 0) -> float:
     elif command == _GIVE:
         _drop(connection, count)
     if _take(connection, 1) != command:
-        raise OSError("something else than this check answers")
+        raise OSError("something other than this check answers")
     return time.perf_counter() - begin
 
 
@@ -143,12 +143,12 @@ def _connected(mine: Facts, peer: Facts, door: dict[str, Any]) -> Iterator[socke
         connection.connect(socket_address(address, door["port"], family_of(address)))
         connection.sendall(door["token"].encode())
         if _take(connection, len(door["token"])) != door["token"].encode():
-            raise OSError("something else than this check answers")
+            raise OSError("something other than this check answers")
         yield connection
 
 
 def _tried(link: HostLink, job: Callable[[], None]) -> None:
-    """Do ``job``, and note in ``link`` why it failed."""
+    """Run ``job``; if it fails, note in ``link`` why."""
     try:
         job()
     except (OSError, EOFError) as error:
@@ -193,7 +193,7 @@ def _rate_of_several(number: int, rate_of_one: float, mine: Facts, peer: Facts, 
 
 
 def rounds_of(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of pairs among so many: every pair is in one of the rounds, everyone in at most one of its pairs."""
+    """Yield rounds of pairs among ``count``: every pair is in one round, and nobody in two pairs of a round."""
     players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -203,7 +203,7 @@ def rounds_of(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def links_of(board: NoticeBoard, everyones: Sequence[Facts]) -> list[HostLink]:
-    """Try and measure the links between the first ranks of all hosts; return what all of them found. Collective.
+    """Try out and measure the links between the first ranks of all hosts; return what all of them found. Collective.
 
     Every host tries to reach every other one. Then they measure in pairs, each host one link at a time; with more than
     nine hosts, the first eight of its links.

@@ -14,7 +14,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of a command. Reports unknown arguments with the command's own usage, not that of ``pycomm``.
+    """Parser of a command. Reports unknown arguments with the command's own usage, not the usage of ``pycomm``.
 
     Attributes:
         siblings: other commands by name. If an unknown option belongs to one of them, the error says so.

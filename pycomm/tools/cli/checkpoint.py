@@ -79,7 +79,7 @@ def _say_contents(checkpoint: Checkpoint) -> None:
 
 
 def _sections(checkpoint: Checkpoint) -> Iterator[tuple[int, str, str]]:
-    """Yield a rank that has saved it, the kind and the name of each section."""
+    """Yield for each section a rank that has saved it, its kind and its name."""
     for name in checkpoint.parts[0][SHARED]:
         yield 0, SHARED, name
     for rank in range(checkpoint.world_size):
@@ -88,7 +88,7 @@ def _sections(checkpoint: Checkpoint) -> Iterator[tuple[int, str, str]]:
 
 
 def _places_of(checkpoint: Checkpoint, rank: int, kind: str, name: str) -> dict[str, dict[str, Any]]:
-    """Return the places of a section's tensors by their numbers. Each rank has a share of those of all ranks."""
+    """Return the places of a section's tensors by their numbers. Each rank has a share of the places of all ranks."""
     parts = checkpoint.parts if kind == SHARED else [checkpoint.parts[rank]]
     every = (item for part in parts for item in part["indexes"][kind]["tensors"].items())
     return {key.removeprefix(f"{name}/"): place for key, place in every if key.rpartition("/")[0] == name}

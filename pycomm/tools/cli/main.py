@@ -37,7 +37,7 @@ def _add_explain(commands: Any) -> None:
         description=(
             "Reads the files that ranks write when an operation fails, or at SIGUSR2 (kill -USR2 PID), and says which "
             "rank made another call or was late. The files are in the folder PYCOMM_FLIGHT_DIR, by default a folder "
-            "of your own in the temporary directory. Copy those of several hosts to one place first."
+            "of your own in the temporary directory. Copy the files of several hosts to one place first."
         ),
         epilog="Exit code: 0 success; 2 wrong arguments, or no files.",
     )

@@ -50,7 +50,7 @@ def launch(
     Args:
         function: called on every rank. RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are in its environment, as
             under torchrun.
-        ranks: number of ranks, which may exceed that of cores.
+        ranks: number of ranks, which may exceed the number of cores.
         args, kwargs: arguments of ``function``, the same on all ranks; each rank gets a copy.
         backend: of the process group: "gloo", "pycomm", "nccl" (each rank then takes the GPU of its number), or one
             for each kind of device, "cpu:gloo,cuda:nccl". ``None``: there is no group; ``function`` calls
@@ -94,7 +94,7 @@ def launch(
 def _pool_settings(
     ranks: Any, backend: Any, output: Any, threads: Any, environment: Any, patience: Any, timeout: Any
 ) -> dict[str, Any]:
-    """Return arguments of ``launch``, checked, as those of the pool; a secret of its own, if there is none."""
+    """Return the pool's arguments from checked ones of ``launch``; with a new secret if there is none."""
     size = checks.count("ranks", ranks, 1)
     if size > _MOST_RANKS:
         raise ValueError(f"ranks is {size}, wanted at most {_MOST_RANKS} on one host")
@@ -211,7 +211,7 @@ def _threads(threads: Any, ranks: int, variables: Mapping[str, str]) -> int:
     if _OMP in variables:
         first = variables[_OMP].split(",")[0].strip()  # of a list for nested regions
         if threads is not None:
-            raise ValueError(f"environment has {_OMP} {variables[_OMP]!r}, and threads is {threads}: give one of them")
+            raise ValueError(f"environment has {_OMP} {variables[_OMP]!r}, and threads is {threads}: pass one of them")
         if not first.isdecimal() or int(first) < 1:
             raise ValueError(f"environment has {_OMP} {variables[_OMP]!r}, wanted a number of threads, at least 1")
         return int(first)

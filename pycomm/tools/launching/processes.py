@@ -50,7 +50,7 @@ class RankProcesses:
     They also end with the process that started them, however that ends.
 
     torch.distributed.elastic.multiprocessing starts processes too, but it passes output through files, has no messages
-    while they run, and imports everything anew in each.
+    while they run, and imports everything again in each.
 
     Args:
         main: called in every process with its rank, its end of the pipe and ``arguments``; importable by name.
@@ -220,7 +220,7 @@ def finish() -> None:
 
     Unlike at Python's end, the interpreter stays alive: see :func:`leave`.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # executors too: joining their threads would wait for ever
+    threading._shutdown()  # type: ignore[attr-defined]  # executors too: joining their threads would wait forever
     atexit._run_exitfuncs()
     for each in gc.get_objects():
         if issubclass(type(each), io.IOBase):

@@ -1,8 +1,8 @@
 """Starts of a job by torchrun, which have one store, and the part of it in which the ranks of one start meet.
 
 After a failure torchrun's agents start all processes again. The store still has what earlier starts left there, such
-as the addresses of dead ranks. No variable tells starts apart: each agent counts restarts for itself. One whose own
-process failed counts up; one that restarts because others did, or that is new, does not.
+as the addresses of dead ranks. No variable tells starts apart: each agent counts its own restarts. An agent whose own
+process failed counts up; an agent that restarts because others did, or that is new, does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _POLL = 0.01, 0.5  # seconds between two looks: shortest and longest
 
 
 def store_of_start(store: Store, rank: int, size: int, timeout: float = 300.0) -> Store:
-    """Return the part of ``store`` in which the ranks of this start meet, and those of no other one. Collective.
+    """Return the part of ``store`` in which the ranks of this start meet, and no others. Collective.
 
     Rank 0 draws the number of the start, and waits for the others. A process of an older start gets an error: at once
     if it came before another one of its rank, else after ``timeout``, as no start begins for it.
@@ -43,7 +43,7 @@ def _begin(board: Store, size: int, timeout: float) -> int:
     for _ in _looks(timeout):
         absent = [rank for rank in absent if not board.check([_came(number, size, rank)])]
         if board.add("number", 0) != number:
-            raise RuntimeError(f"this process, rank 0, is of start {number} of its job, and a later one has begun")
+            raise RuntimeError(f"this process, rank 0, belongs to start {number} of its job, but a later one has begun")
         if not absent:
             tickets = [int(board.get(_came(number, size, rank))) for rank in range(1, size)]
             board.set(_begun(number), f"{[0, *tickets]}")
@@ -68,7 +68,7 @@ def _come(board: Store, rank: int, size: int, timeout: float) -> int:
         if mine > ticket:
             raise RuntimeError(
                 f"start {number} of the job has begun with another process as rank {rank}, which came later: this one "
-                "is of an older start"
+                "belongs to an older start"
             )
     if number == 0:
         why = "rank 0 has not come"
@@ -76,7 +76,7 @@ def _come(board: Store, rank: int, size: int, timeout: float) -> int:
         why = f"start {number}, the last one, has begun without this process"
     else:
         why = f"ranks of start {number}, the last one, are missing, which rank 0 names"
-    raise TimeoutError(f"rank {rank} of {size} has waited {timeout:g} s for the start of the job that it is of: {why}")
+    raise TimeoutError(f"rank {rank} of {size} has waited {timeout:g} s for its start of the job: {why}")
 
 
 def _looks(timeout: float) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Monitoring: figures of a Reducer, every so many steps, written where one looks at them."""
+"""Monitoring: figures of a Reducer, written at regular intervals to a table, a file or a function."""
 
 from pycomm.tools.monitoring.monitor import FIELDS, Monitor, monitor
 

@@ -1,4 +1,4 @@
-"""Monitor of a Reducer: every so many steps a row of figures."""
+"""Monitor of a Reducer: writes a row of figures every few steps."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def _close(writers: list[Writer]) -> None:
 def monitor(
     reducer: Any, every: int = 50, to: Any = TABLE, *, optimizer: torch.optim.Optimizer | None = None
 ) -> Monitor:
-    """Write figures of ``reducer`` after every so many steps of its optimizer.
+    """Write figures of ``reducer`` every ``every`` steps of its optimizer.
 
     Not collective, and sends nothing: each rank sees what it knows itself. Rank 0 writes, and the others do nothing,
     but for functions, summary writers, and paths that contain "{rank}".
@@ -266,7 +266,7 @@ def monitor(
         every: number of steps from one row to the next.
         to: "table" shows the last rows on the terminal (stderr; extra ``[demo]``); a function that is called with each
             row, a dict; a ``SummaryWriter``; the path of a folder for TensorBoard; or a list of these.
-        optimizer: whose steps are counted; that of ``reducer``, unless it has none.
+        optimizer: whose steps are counted; by default, the optimizer of ``reducer``, if it has one.
 
     Returns:
         The :class:`Monitor`. Rows have the keys :data:`pycomm.tools.monitoring.FIELDS`: ``step`` (reductions so far),

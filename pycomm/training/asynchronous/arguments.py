@@ -53,7 +53,7 @@ def checked_parameters(
 
 
 def met_once(named: Mapping[str, torch.Tensor], call: str) -> dict[str, torch.Tensor]:
-    """Return ``named`` without parameters that have the memory of another (tied by ``.data``), and are met with it.
+    """Return ``named`` without parameters in the memory of another (tied by ``.data``), which is averaged for both.
 
     Raises:
         ValueError: two have only a part of their memory in common; ``call`` is the refused function.

@@ -1,4 +1,4 @@
-"""Averaging less often: ranks step by themselves and meet every N steps (local SGD, DiLoCo, EASGD)."""
+"""Averaging less often: ranks step independently and meet every N steps (local SGD, DiLoCo, EASGD)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def local_sgd(  # noqa: PLR0913  # all of it is one meeting
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
 ) -> LocalAverager:
-    """Let each rank step by itself, and average the parameters over the ranks after every ``every`` steps.
+    """Let each rank step independently, and average the parameters over the ranks after every ``every`` steps.
 
     The loop stays ``zero_grad``, ``backward``, ``step``: ranks meet at the end of ``optimizer.step()``. Each rank
     keeps its own optimizer state. Collective: rank 0's parameters are first copied to all ranks. Do not wrap the
@@ -87,7 +87,7 @@ def local_sgd(  # noqa: PLR0913  # all of it is one meeting
         buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each meeting. "local": each
             rank keeps its own, and the log names one once if they differ. "average": floating-point buffers become
             their mean, without weights, and all others the lowest rank's. "broadcast": all become the lowest rank's.
-            Those with equal bits on all ranks are not written. After a ``delay``, values are those of its beginning.
+            Buffers with equal bits on all ranks are not written. With a ``delay``, values from its beginning are sent.
         per_rank: keys of parameter groups, such as "lr", whose numbers may differ between ranks. All others are
             compared in each meeting, except those that the optimizer itself changes. Also names of buffers that stay
             each rank's own, or patterns ("*.running_mean").
@@ -140,7 +140,7 @@ class _Settings:
         ]
 
     def averager(self, communicator: Communicator, group: ElasticGroup | None) -> LocalAverager:
-        """Make the handle, once the ranks have agreed."""
+        """Create the handle, once the ranks have agreed."""
         keeps = self.survives and self.schedule.delay > 0
         parts = _split(met_once(self.named, "local_sgd()"), len(self.schedule.turns))
         buffers = MeetingBuffers(self.model, self.buffers, communicator, self.own, "local_sgd")
@@ -186,7 +186,7 @@ def _checked(
     if join is not None and not isinstance(join, str):
         raise TypeError(f"join is {checks.shown(join)}, wanted an address, or None")
     if join is not None and not survives:
-        raise ValueError('join requires on_failure="shrink", as the ranks that are there have it')
+        raise ValueError('join requires on_failure="shrink", which the present ranks use')
     schedule = MeetingSchedule(every, delay, tuple(every * (i + 1) // fragments for i in range(fragments)))
     own = checked_per_rank(per_rank, optimizer, model)
     buffers = checked_buffers(buffers, model)

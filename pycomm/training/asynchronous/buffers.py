@@ -31,14 +31,14 @@ class MeetingBuffers:
     Args:
         mode: "local", "broadcast" or "average".
         communicator: the ranks; ``None`` if they meet at a server.
-        own: names of buffers that each rank has for itself.
+        own: names of buffers that are private to each rank.
         call: name of the public function.
     """
 
     def __init__(
         self, model: torch.nn.Module, mode: str, communicator: Communicator | None, own: Ignored, call: str
     ) -> None:
-        for module in model.modules():  # what is left there is of a call that failed
+        for module in model.modules():  # an entry there is left from a call that failed
             synced_by.pop(module, None)
         self.mode, self._communicator, self._call = mode, cast(Communicator, communicator), call
         self._sync = BufferSync(model, mode, self._communicator, lambda name, _: own.matches(name))
@@ -97,7 +97,7 @@ class MeetingBuffers:
         changes = self._sync.exchange(begun)
         means = [(c.name, c.value.view(c.dtype), mean.view(c.dtype)) for c, mean in changes if c.dtype in AVERAGED]
         means = [each for each in means if self.mode == "average" and not each[2].isfinite().all()]
-        if means:  # alike on all ranks
+        if means:  # the same on all ranks
             lost = [bool((own.isfinite() & ~mean.isfinite()).any()) for _, own, mean in means]
             if numbers := list(filter(None, channel.all_gather_number(1 + lost.index(True) if any(lost) else 0))):
                 why = name_of_not_finite(self._communicator, [means[numbers[0] - 1][:2]])
@@ -111,7 +111,7 @@ class MeetingBuffers:
         return _flat([content.value for content in self.take(copies=False)[0]])
 
     def write(self, flat: torch.Tensor) -> None:
-        """Overwrite the buffers with those of another rank, a result of :meth:`flat`."""
+        """Overwrite the buffers with another rank's, a result of :meth:`flat`."""
         self.apply(_combined(self.take(copies=False)[0], [flat], "broadcast"))
 
 
@@ -133,7 +133,7 @@ def _combined(contents: Sequence[BufferContent], flats: Sequence[torch.Tensor], 
 
 
 class ServerBuffers:
-    """Buffers that a server hands out: its own at first, then those that its workers had pushed last at an update.
+    """Buffers that a server hands out: initially its own, then the workers' last ones at an update.
 
     Attributes:
         by_worker: what each has pushed last, flat.
@@ -152,12 +152,12 @@ class ServerBuffers:
         self.by_worker = dict(by_worker)
 
     def push(self, worker: int, flat: torch.Tensor, present: Collection[int], version: int) -> None:
-        """Replace the buffers of ``worker``, and drop those of workers that are not ``present`` any more."""
+        """Replace the buffers of ``worker``, and drop buffers of workers that are not ``present`` any more."""
         self.at(version)
         self.by_worker = {w: each for w, each in {**self.by_worker, worker: flat}.items() if w in present}
 
     def at(self, version: int) -> torch.Tensor:
-        """Return what goes with the parameters after ``version`` updates, the present ones; it does not change."""
+        """Return the buffers for the present parameters, after ``version`` updates; the tensor does not change."""
         if version != self._version and self.by_worker:
             flats = [flat for _, flat in sorted(self.by_worker.items())]
             self._now = _flat(list(_combined(self._contents, flats, self._mode).values()))

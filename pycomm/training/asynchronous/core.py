@@ -37,7 +37,7 @@ class Piece:
 
 @contextlib.contextmanager
 def flat_parts(params: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> Iterator[list[torch.Tensor]]:
-    """Return a context with flat tensors for the values of ``pieces``, which then are those of ``params``."""
+    """Return a context that yields flat tensors with the values of ``pieces``; writes to them reach ``params``."""
     flats = {piece.index: params[piece.index].detach().reshape(-1) for piece in pieces}
     yield [flats[piece.index][piece.begin : piece.end] for piece in pieces]
     for index, flat in flats.items():
@@ -94,7 +94,7 @@ def group_sizes(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece]) -> tu
 
 @contextlib.contextmanager
 def explained(text: str) -> Iterator[None]:
-    """Turn any error inside, such as that of a user's object, into a ValueError that begins with ``text``."""
+    """Turn any error inside, such as an error of a user's object, into a ValueError that begins with ``text``."""
     try:
         yield
     except Exception as error:
@@ -119,7 +119,7 @@ class _Schedule:
 class ShardOptimizer:
     """Optimizer of the pieces of one shard, which lie one after the other in ``memory``.
 
-    The user's optimizer itself steps: its groups keep their options, but from now on hold the shard's parameters only.
+    The user's optimizer itself steps: its groups keep their options, but now hold the shard's parameters only.
     A whole parameter remains the same object, with its values in ``memory``. A part of a parameter becomes a flat
     parameter; a half-precision one becomes a float32 parameter of its shape.
 
@@ -260,13 +260,13 @@ class ShardOptimizer:
             raise ValueError(
                 f"the checkpoint has {len(state['schedules'])} schedules, this server {len(self._schedules)}"
             )
-        with explained("the optimizer does not take what was saved"):
+        with explained("the optimizer rejects the saved state"):
             self._optimizer.load_state_dict(state["optimizer"])
             self.memory.copy_(state["memory"])
         self.num_updates, self._sum = state["updates"], state["sum"]
         self._count, self._weight, self._samples, self._all_samples = state["collected"]
         for each, (own, num_steps) in zip(self._schedules, state["schedules"], strict=True):
-            with explained(f"a {type(each.scheduler).__name__} does not take what was saved"):
+            with explained(f"a {type(each.scheduler).__name__} rejects the saved state"):
                 each.scheduler.load_state_dict(own)
             each.num_steps = num_steps
 
@@ -370,7 +370,7 @@ class Core:
         wire: dtype of parameters and gradients on the workers.
         unpackers: unpack compressed gradients; ``None`` without compression.
         settings: settings that a restarted server must share with this one.
-        buffers: those of the model, if workers push them.
+        buffers: the model's buffers, if workers push them.
 
     Attributes:
         staleness: number of gradients by staleness, the number of updates since their parameters were pulled.

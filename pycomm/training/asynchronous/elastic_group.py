@@ -26,7 +26,7 @@ Lines = Sequence[tuple[str, str]]
 
 
 class ElasticGroup:
-    """Group of ranks that changes, with the ``communicator`` that follows it. Made by :meth:`found` or :meth:`join`.
+    """Group of ranks that changes, with the ``communicator`` that follows it. Created by :meth:`found` or :meth:`join`.
 
     Attributes:
         events: changes of the group, a dict each: see ``LocalAverager.stats``.

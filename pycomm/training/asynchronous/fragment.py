@@ -80,7 +80,7 @@ class Elastic:
 Outer = Nesterov | Elastic | None
 
 Check = Callable[[Communicator], float]
-"""Compares the ranks' loops; raises on all ranks if they do not match, else returns the sum of the weights."""
+"""Compares the ranks' loops; raises on all ranks if they do not match, otherwise returns the sum of the weights."""
 
 _LATE = 0.5
 """Share of a late mean in the mix with parameters stepped meanwhile (Douillard et al., "Streaming DiLoCo", 2025)."""
@@ -120,13 +120,13 @@ class _FragmentPart:
         return bucket, self._method.make(bucket, communicator)
 
     def move(self, communicator: Communicator) -> None:
-        """Use ``communicator`` from now on; anchor, velocity, residuals, and a mean that was received are kept."""
+        """Switch to ``communicator``; anchor, velocity, residuals, and a mean that was received are kept."""
         self.mean, state = None if self.mean is None else self.mean.clone(), self.exchange.state()
         self.bucket, self.exchange = self._exchange_over(communicator)
         self.exchange.load_state(state)
 
     def views_of(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return what is averaged of each parameter, its master if it has one, with its view of ``flat`` before it."""
+        """Return for each parameter its view of ``flat``, and the tensor that is averaged: its master if it has one."""
         stepper = stepper_of(self._optimizer)
         stepper.masters()  # takes what was written to the parameters
         params = map(stepper.master_of, self.params) if isinstance(stepper, MasterWeights) else self.params
@@ -204,7 +204,7 @@ class Fragment:
         return self._sent_before + self._sent()
 
     def steps_since_launch(self, num_steps: int) -> int:
-        """Return how many of ``num_steps`` steps were made since the meeting under way began."""
+        """Return how many of ``num_steps`` steps were taken since the meeting under way began."""
         assert self.launched is not None
         return num_steps - self.launched
 

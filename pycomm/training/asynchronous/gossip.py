@@ -47,7 +47,7 @@ def gossip(
     process_group: dist.ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
 ) -> Gossip:
-    """Let each rank step by itself, and mix its parameters with a few others' after each ``every`` steps.
+    """Let each rank step independently, and mix its parameters with a few others' after each ``every`` steps.
 
     Decentralised parallel SGD (Lian et al., 2017): the bytes a rank sends do not grow with the number of ranks, and a
     rank waits for its neighbours only. The loop stays ``zero_grad``, ``backward``, ``step``. The ranks' parameters
@@ -104,7 +104,7 @@ def _checked(
     per_rank: Iterable[str],
     num_ranks: int,
 ) -> tuple[Loop, schedule.Mixing]:
-    """Return what checked arguments come to on this rank; raise TypeError or ValueError if one is wrong."""
+    """Return the loop and schedule of this rank; raise TypeError or ValueError if an argument is wrong."""
     inner = checked_optimizer(optimizer, model, "gossip")
     named = checked_parameters(inner, model, every, call="gossip()")
     kind = next(iter(named.values())).device.type

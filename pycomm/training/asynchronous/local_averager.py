@@ -303,7 +303,7 @@ class LocalAverager:
         self._seconds += time.perf_counter() - start
 
     def take_center(self) -> None:
-        """Set the parameters to the center, or to those of the last meeting; the same on all ranks."""
+        """Set the parameters to the center, or to the last meeting's parameters; the same on all ranks."""
         self._require_attached()
         for fragment in self._fragments:
             fragment.move_to_anchor()

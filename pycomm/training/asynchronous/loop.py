@@ -77,7 +77,7 @@ class TrackedParameters:
         if name is None:
             return ""
         other, given = type(optimizer).__name__, type(self.optimizer).__name__
-        return f"another {other} than the {given} that {self.what} was given is about to step {name!r}. {self.advice}"
+        return f"a {other} other than the {given} passed to {self.what} is about to step {name!r}. {self.advice}"
 
     def problem_at_forward(self) -> str:
         """Return what is wrong with the module's parameters; "" if nothing is. Cheap while none was replaced."""
@@ -96,7 +96,7 @@ class TrackedParameters:
         new = [name for name, p in here.items() if p.requires_grad and id(p) not in self._own]
         exchanged = next((name for name, p in self.named.items() if here.get(name, p) is not p), None)
         if exchanged is not None:
-            what = f"parameter {exchanged!r} of the module is another one than the one that is averaged"
+            what = f"parameter {exchanged!r} of the module is not the parameter that is averaged"
             return f"{what}: it was replaced. {self.advice}"
         if new:
             return f"parameter {new[0]!r} of the module is trained, and not averaged: it is new. {self.advice}"
@@ -146,7 +146,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LEFT_OUT = (
-    "Ranks would average what they made of other batches. A rank without a usable batch calls averager.skip_step() "
+    "Ranks would average the results of different batches. A rank without a usable batch calls averager.skip_step() "
     "in place of the rest of its step. A forward that is no training step belongs in torch.no_grad(), or after "
     "model.eval()"
 )
@@ -298,7 +298,7 @@ class WorkerParameters:
         self.remember_numbers()
 
     def remember_numbers(self) -> None:
-        """Take the present numbers of the parameter groups for the servers'."""
+        """Remember the present numbers of the parameter groups as the servers' numbers."""
         self._numbers = self._reader.read()
 
     def _before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -311,7 +311,7 @@ class WorkerParameters:
             raise ValueError(problem)
 
     def require_as_met(self) -> None:
-        """Raise ValueError if parameters were replaced, or what ranks compare is not as when they met the servers."""
+        """Raise ValueError if parameters, or values that ranks compare, have changed since they met the servers."""
         self.require_unchanged()
         now = self._record.details(self._record.read())
         if now != self._met:

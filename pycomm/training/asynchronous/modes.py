@@ -17,7 +17,7 @@ from pycomm import checks
 
 @dataclass(frozen=True, kw_only=True)
 class Mode(ABC):
-    """Base class of the ``mode`` of :func:`pycomm.parameter_server`: of :class:`pycomm.Async` for the attributes."""
+    """Base class of the ``mode`` of :func:`pycomm.parameter_server`; attributes: see :class:`pycomm.Async`."""
 
     compensation: str | None = None
     strength: float = 0.04
@@ -60,7 +60,7 @@ class Async(Mode):
         TypeError, ValueError: an argument is wrong; it is named.
     """
 
-    compensation: str | None = None  # the one that may be given by place
+    compensation: str | None = None  # the only positional argument
 
     def __post_init__(self) -> None:
         self._check_compensation()

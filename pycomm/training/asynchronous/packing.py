@@ -65,7 +65,7 @@ class _Player(_GroupOfOne):
         target = _bytes_of(out)
         part = self.message[self.position : self.position + len(target)]
         if len(part) != len(target):
-            raise ValueError(f"a message ends after {len(self.message)} bytes, more are wanted")
+            raise ValueError(f"a message ends after {len(self.message)} bytes, more are needed")
         target.copy_(part)
         self.position += len(target)
 
@@ -113,7 +113,7 @@ class Packer:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)  # the shard may be empty
 
     def finish(self, sent: bool) -> None:
-        """Keep the residuals of the message if it is ``sent``, else those before :meth:`pack`."""
+        """Keep the residuals of the message if it is ``sent``, otherwise the residuals from before :meth:`pack`."""
         self._exchanges.finish(sent)
 
 

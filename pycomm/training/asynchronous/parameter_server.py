@@ -257,7 +257,7 @@ class ParameterServer:
         gradients = [p.grad for p in self._params]
         if all(gradient is None for gradient in gradients):  # zeros would let momentum and weight decay step
             raise RuntimeError(
-                "no parameter has a gradient, wanted those of a backward() since the pull: nothing was pushed. Was a "
+                "no parameter has a gradient from a backward() since the pull: nothing was pushed. Was a "
                 "copy of the model trained, or zero_grad() called after backward()? To leave a batch out, leave out "
                 "its whole server.step(), or pull() again without a push()"
             )

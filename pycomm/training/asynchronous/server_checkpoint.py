@@ -30,7 +30,7 @@ class ServerCheckpoint:
     """Checkpoints in ``folder``, the last usable one of which is read and checked.
 
     Args:
-        folder: folder of this server alone; made if it does not exist.
+        folder: folder of this server alone; created if it does not exist.
         wanted: form of state that the server accepts.
     """
 

@@ -196,7 +196,7 @@ class ServerMeeting:
         try:
             yield
         except Exception as error:
-            if not self.is_late:  # else they wait for another process in its place
+            if not self.is_late:  # otherwise they wait for another process in its place
                 failure = json.dumps({"failure": f"{what}: {text_of(error)}"})
                 self._ask(lambda store: store.set(f"server/{server}", failure))
                 if disconnect is not None:

@@ -233,7 +233,7 @@ def send_array(connection: Connection, x: torch.Tensor) -> None:
 
 
 def receive_array(connection: Connection, out: torch.Tensor) -> None:
-    """Overwrite ``out`` with an array of its size. Raises OSError if another one came."""
+    """Overwrite ``out`` with an array of its size. Raises OSError if the array has another size."""
     connection.finish(connection.receiving_into(bytes_of(out)))
 
 

@@ -295,7 +295,7 @@ class ServerLink:
             while not answer:
                 try:
                     if not self._require().poll(max(0.0, start + self._timeout - time.monotonic())):
-                        self._drop()  # else a late answer would be taken for that to another request
+                        self._drop()  # otherwise a late answer would be taken for the next one
                         raise self._error(f"it has not answered for {self._timeout:g} s", start)
                     answer = receive(self._require(), _ANSWERS[what])
                 except _LOST as error:

@@ -40,7 +40,7 @@ class Section:
 
     Attributes:
         node: the value, see :func:`pycomm.training.checkpoint.values.encode`.
-        tensors: those of the value; copies in CPU memory unless the kind is EQUAL.
+        tensors: the value's tensors; copies in CPU memory unless the kind is EQUAL.
     """
 
     name: str
@@ -86,7 +86,7 @@ def collect(reducer: Reducer, more: Mapping[str, Any]) -> list[Section]:
 def _section(name: str, kind: Kind, value: Any, where: str = "") -> Section:
     tensors: list[torch.Tensor] = []
     node = encode(value, tensors, where or name, lenient=name == "optimizer")
-    if kind is Kind.COMPARED:  # those of kind OWN are copies already
+    if kind is Kind.COMPARED:  # tensors of kind OWN are copies already
         tensors = [copy_of(tensor) for tensor in tensors]
     return Section(name, kind, node, tensors)
 
@@ -178,7 +178,7 @@ def optimizer_state(reducer: Reducer) -> dict[str, Any]:
     if None in names:
         raise RuntimeError("a parameter was added to the optimizer, and no backward() has used it yet")
     state = dict(optimizer.state_dict())
-    state["state"] = dict(sorted(state["state"].items()))  # ranks may have made it in any order
+    state["state"] = dict(sorted(state["state"].items()))  # ranks may have created it in any order
     return {
         "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
         "names": names,

@@ -226,7 +226,7 @@ class Saved:
     def state_dicts(self) -> StateDicts:
         """Return what needs no other object to be read."""
         model = {**self.value("model"), **self.value("buffers")}
-        # Checkpoints of before there were aliases have none.
+        # Older checkpoints have no aliases.
         aliases = self.value("aliases") if "aliases" in self.names("") else {}
         model |= {name: model[first] for name, first in aliases.items() if first in model}
         for name, state in self.value("extra").items():
@@ -235,7 +235,7 @@ class Saved:
         return StateDicts(model, self.value("optimizer")["state_dict"], plain)
 
     def of_all(self, name: str) -> list[Any]:
-        """Return this rank's value, or those of all saved ranks if their number has changed."""
+        """Return this rank's value, or all saved ranks' values if the number of ranks has changed."""
         same = self._checkpoint.world_size == self._size
         return [self._value_of(name, rank) for rank in ([self._rank] if same else range(self._checkpoint.world_size))]
 
@@ -311,7 +311,7 @@ def checkpoints_in(path: Path) -> list[Path]:
         FileNotFoundError, NotADirectoryError: there are none; says what ``path`` is, as far as that can be told.
     """
     if path.is_file():
-        raise NotADirectoryError(f"{path} is a file, wanted the folder given to pycomm.save")
+        raise NotADirectoryError(f"{path} is a file, wanted the folder passed to pycomm.save")
     if _NAME.fullmatch(path.name) and (path / "manifest.json").exists():
         return [path]
     found = [whole(path, number) for number in numbers_in(path)]
@@ -322,7 +322,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     if path.name.startswith(_WRITING) or unfinished_in(path):
         raise FileNotFoundError(f"{path} has only an unfinished checkpoint: a save that is under way, or was cut short")
     what = "torch.distributed.checkpoint" if (path / ".metadata").exists() else "something else than pycomm.save"
-    hint = f", and {what} wrote what is there" if any(path.iterdir()) else ""
+    hint = f", and {what} wrote its files" if any(path.iterdir()) else ""
     raise FileNotFoundError(f"there is no checkpoint in {path}{hint}")
 
 

@@ -222,11 +222,11 @@ class _Plan:
 
 @contextmanager
 def _named(what: str, kind: type[ValueError] = ValueError) -> Iterator[None]:
-    """Replace a bare error of a foreign object by one of ``kind`` that names ``what``."""
+    """Replace a bare error of a foreign object by an error of ``kind`` that names ``what``."""
     try:
         yield
     except _BARE as error:
-        raise kind(f"{what} does not take what was saved: {type(error).__name__}: {error}") from error
+        raise kind(f"{what} rejects the saved state: {type(error).__name__}: {error}") from error
 
 
 def _check_tensors(what: str, saved: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
 """``pycomm.save``: the training state is copied now, and written to disk by a background thread.
 
-The background threads of the ranks communicate by files only. A collective would mix with those of training, and could
+The background threads of the ranks communicate by files only. A collective would mix with training's, and could
 not be interrupted when a rank is lost. So each rank writes its part, and signals that by a file. Once all parts are
 there, rank 0 writes the manifest and renames the directory. Files that were created in advance report errors. Ranks
 also watch whether the processes that they wait for are alive.
@@ -136,7 +136,7 @@ def _prepare(
     training = reducer.attached
     communicator = training.communicator
     folder, sections, shared = _agree(path, reducer, keep, more, error)
-    if not training.survives:  # else the next reductions compare them, and exclude ranks that differ
+    if not training.survives:  # otherwise the next reductions compare them
         training.compare_replicas()
     job = _open(folder, reducer, communicator, keep, more.get("step"))
     job.part = {
@@ -231,7 +231,7 @@ def _enter(job: WriteJob) -> None:
     start = time.monotonic()
     while not job.place.exists():
         if time.monotonic() - start > _PATIENCE:
-            raise FileNotFoundError(f"{job.place}, which rank 0 has made, is not there: path must be one for all ranks")
+            raise FileNotFoundError(f"{job.place}, created by rank 0, is not there: path must be the same on all ranks")
         time.sleep(0.05)
     job.make_directory()
 

@@ -35,7 +35,7 @@ _NAME = re.compile(
     r"torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)|torch \w{1,40}Storage|torch\.storage UntypedStorage"
     r"|torch Size|collections (OrderedDict|Counter)|_codecs encode|(__builtin__|builtins) (set|bytes|complex)"
 )
-"""Names that the pickle program of a plain value may use, besides dtypes."""
+"""Names that the pickle program of a plain value may use, in addition to dtypes."""
 
 _MOST_EXPANDED = 1 << 24
 """Largest number of elements of an expanded tensor, whose memory is smaller."""

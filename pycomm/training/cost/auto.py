@@ -59,13 +59,13 @@ class _Kind:
     is_settled: bool = False
 
     def decide(self, link: MeasuredLink) -> str:
-        """Return the verdict on ``link``; of two that are as fast, the method that is in use."""
+        """Return the verdict on ``link``; of two equally fast methods, the one in use."""
         self.seconds = {name: cost.seconds(link) for name, cost in self.costs.items()}
         return cheapest(self.costs, link, self.method)
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Time of each method as a multiple of that of dense gradients."""
+        """Time of each method as a multiple of the time of dense gradients."""
         return {name: seconds / self.seconds["dense"] for name, seconds in self.seconds.items()}
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class _LinkMonitor:
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
         self._device, self._is_first = device, communicator.rank == 0
         self._kinds: dict[object, _Kind] = {}
-        self._spent = 0.0  # seconds of measuring, those of the slowest rank
+        self._spent = 0.0  # seconds of measuring on the slowest rank
         self._num_buckets = self._num_ticks = 0
 
     def join(self, communicator: Communicator, bucket: Bucket, config: Auto) -> _Kind:
@@ -291,7 +291,7 @@ def measured(
 
 
 def cheapest(costs: dict[str, Costs], link: MeasuredLink, current: str | None) -> str:
-    """Return the method to take.
+    """Return the method to use.
 
     Args:
         costs: of each method, those that lose less first.
@@ -316,9 +316,9 @@ class Auto(StatefulMethod):
 
     ``attach`` times a few collectives, and runs every method on gradients of the bucket's size, until three verdicts in
     a row are equal; after 2 seconds without, the bucket stays dense. Every 200 reductions it measures the link three
-    times again. All ranks use the slowest rank's figures, so they choose alike. A method must take 20 % less time than
+    times again. All ranks use the slowest rank's figures, so they agree. A method must take 20 % less time than
     those that lose less, and than the one in use. Rank 0 logs the choice, and ``stats()["auto"]`` has it, with each
-    method's time as a multiple of that of dense gradients.
+    method's time as a multiple of the time of dense gradients.
 
     Args:
         ratio: fraction of the entries that DGC sends, in (0, 1]. rank: PowerSGD's.

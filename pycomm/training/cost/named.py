@@ -9,7 +9,7 @@ from pycomm.compression.base import Compression
 from pycomm.compression.dense import NoCompression
 
 _NAMED = ("FP16", "BF16", "FP8", "Int8", "Int4", "OneBit", "QSGD", "TernGrad", "PowerSGD", "DGC")
-"""Methods that need no arguments, besides "auto"."""
+"""Methods that need no arguments, in addition to "auto"."""
 
 
 def _auto() -> Compression:
@@ -22,7 +22,7 @@ def refuse_local_norm(method: Compression, whose: str) -> None:
     """Raise ValueError if ``method`` clips a rank's whole gradient, which ``whose`` does not know before it sends."""
     if method.clip_local_norm is not None:
         raise ValueError(
-            f"clip_local_norm={method.clip_local_norm} goes with pycomm.attach only: {whose} does not know the whole "
+            f"clip_local_norm={method.clip_local_norm} works with pycomm.attach only: {whose} does not know the whole "
             "gradient before it sends; clip_norm clips each parameter's"
         )
 

@@ -60,7 +60,7 @@ class Priced:
 
 
 class SimulatedLink:
-    """Link whose times are those of the fastest simulated schedules on ``network``."""
+    """Link whose times come from the fastest simulated schedules on ``network``."""
 
     def __init__(self, num_ranks: int, network: Network) -> None:
         self._num_ranks, self._network = num_ranks, network
@@ -101,7 +101,7 @@ class SimulatedLink:
 def price(num_ranks: int, nbytes: float, network: Network, dtype: torch.dtype = torch.float32) -> dict[str, Priced]:
     """Price each of ``METHODS`` for ``nbytes`` of gradients, on the CPU, with torch's number of threads.
 
-    The methods take turns, so that other load of the machine affects all alike.
+    The methods take turns, so that other load of the machine affects all equally.
     """
     link = SimulatedLink(num_ranks, replace(network, measured={}))
     per_host = per_host_of(network, num_ranks)
@@ -123,7 +123,7 @@ def price(num_ranks: int, nbytes: float, network: Network, dtype: torch.dtype = 
 
 
 def per_host_of(network: Network, num_ranks: int) -> int:
-    """Return how many ranks share a host, if there are several hosts of equally many; else 1."""
+    """Return how many ranks share a host, if there are several hosts of equally many; otherwise 1."""
     per_host = network.per_host or 1
     return per_host if per_host < num_ranks and num_ranks % per_host == 0 else 1
 

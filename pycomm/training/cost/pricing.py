@@ -20,7 +20,7 @@ from pycomm.collectives.communicator import Communicator
 from pycomm.compression.base import Compression, Operation, Scaling
 
 CLEARLY_FASTER = 0.8
-"""Fraction of another method's time that a method must stay below to be taken instead: one that loses more changes the
+"""Fraction of another method's time that a method must stay below to be used instead: one that loses more changes the
 training, and measurements are noisy."""
 
 _REPEATS = 3
@@ -43,7 +43,7 @@ class Costs:
     """Costs of one reduction of a bucket.
 
     Attributes:
-        local: seconds of work on this machine, besides communication.
+        local: seconds of work on this machine, without communication.
         operations: the collectives.
     """
 
@@ -55,7 +55,7 @@ class Costs:
         return self.local + sum(link.seconds(operation) for operation in self.operations)
 
     def scaled(self, factor: float) -> Costs:
-        """Return those of ``factor`` times as many gradients, alike otherwise."""
+        """Return the costs of ``factor`` times as many gradients, otherwise equal."""
         operations = [replace(each, num_bytes=round(each.num_bytes * factor)) for each in self.operations]
         return Costs(self.local * factor, operations)
 

@@ -38,10 +38,10 @@ class AgreementStore:
     """Store in which a group of ranks agrees.
 
     Args:
-        rank: this one.
+        rank: this rank.
         store: the process group's store.
         name: prefix of the keys in it.
-        file: descriptor of the file to use instead, owned from now on; -1 for none.
+        file: descriptor of the file to use instead, which this object then owns; -1 for none.
 
     Attributes:
         name: the same for all ranks, and unique in the store.

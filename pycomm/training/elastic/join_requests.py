@@ -72,7 +72,7 @@ class JoinListener:
 
     Args:
         store: the process group's store.
-        index: identifies what newcomers join, such as the number of this attach among those of this process.
+        index: identifies what newcomers join, such as the number of this ``attach`` in this process.
         lines: kinds and texts that a newcomer must match.
         host: identity of the only host whose processes can join; empty for any host.
     """
@@ -236,7 +236,7 @@ class JoinClient:
         refused = escaped(answer.get("refused", ""))
         parts = _bound(self.index, number, nonce, answer)
         if self._signer.key is not None and not self._signer.is_signed(told["proof"], "answer", *parts):
-            raise ValueError(f"who answers at {self._address} does not know {SECRET}: {refused or 'refused'}")
+            raise ValueError(f"whoever answers at {self._address} does not know {SECRET}: {refused or 'refused'}")
         if "refused" in answer:
             raise ValueError(f"the ranks that meet at {self._address} refused this process: {refused}")
         return {**answer, "request": number}

@@ -90,7 +90,7 @@ class Heartbeat:
         threads.start(self._run, f"pycomm-heartbeat-{me}", self.stop)
 
     def expect(self, number: int) -> None:
-        """Answer calls of round ``number`` from now on."""
+        """Start to answer calls of round ``number``."""
         self._round = number
 
     def stop(self) -> None:

@@ -150,7 +150,7 @@ class Membership:
     """Membership of this rank in a group that may lose and gain ranks.
 
     Args:
-        agreement: the ranks' store; owned from now on.
+        agreement: the ranks' store, which this object then owns.
         first: place where the first ranks have met.
         me: this rank's number.
         min_ranks: fewest ranks that continue.
@@ -182,7 +182,7 @@ class Membership:
 
     @classmethod
     def found(cls, communicator: Communicator, min_ranks: int) -> Membership:
-        """Return the membership of the first ranks, those of ``communicator``. Collective."""
+        """Return the initial membership: the ranks of ``communicator``. Collective."""
         store, first, timeout = open_agreement_store(communicator), communicator.place, communicator.channel.timeout
         made = cls(store, first, communicator.rank, min_ranks, timeout)
         made._meet(communicator)
@@ -330,7 +330,7 @@ class Membership:
         if fate is not None:
             return f"rank {self.world[position]} {fate}"
         if self._agreement.ask(lambda: is_called(self._agreement.store, self._round + 1)):
-            return "another rank has begun anew"
+            return "another rank has begun another round"
         return None
 
     def _follow(self, decision: Decision, elapsed: float) -> Decision:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pycomm.training.reducer.second_average import SecondAverage
 
 _COMPARE = "PYCOMM_COMPARE"
-"""Environment variable: number of the first steps that are averaged a second time, to compare."""
+"""Environment variable: number of initial steps that are averaged a second time, for comparison."""
 
 
 class AttachedTensors:
@@ -103,8 +103,8 @@ def _warn_of(names: Sequence[str]) -> None:
     warnings.warn(
         "parameters of the module that this optimizer does not have differ between the ranks: "
         f"{first_names(names)}. Each rank keeps its own. If they are meant to differ, write "
-        "tuning=pycomm.Tuning(ignore=[names or patterns]); if not, give them to the optimizer, attach theirs too, or "
-        "make the model from the same seed on all ranks",
+        "tuning=pycomm.Tuning(ignore=[names or patterns]); if not, add them to this optimizer, attach their optimizer "
+        "too, or build the model from the same seed on all ranks",
         RuntimeWarning,
         stacklevel=5,
     )
@@ -129,7 +129,7 @@ def attach(
     tuning: Tuning | None = None,
     **unknown: NoReturn,
 ) -> Reducer:
-    """Average the gradients of ``optimizer``'s parameters over the ranks from now on.
+    """Average the gradients of ``optimizer``'s parameters over the ranks in every ``backward()``.
 
     When ``loss.backward()`` returns, every ``.grad`` holds the average over ``process_group``. The
     optimizer and the model remain the same objects; ``optimizer.step()``, schedulers, GradScaler,
@@ -209,10 +209,10 @@ def _lines(found: Checked) -> dict[str, list[str]]:
 
 
 def _steps_to_compare(settings: Options) -> int:
-    """Return how many steps are averaged twice. Raise ValueError if the environment has no such number."""
+    """Return how many steps are averaged twice. Raise ValueError if the environment variable is not a count."""
     steps = environment_count(_COMPARE) if _COMPARE in os.environ else 0
     if steps > 0 and settings.survive is not None:
-        raise ValueError(f"{_COMPARE} does not go with survive=: the process group keeps the ranks that are lost")
+        raise ValueError(f"{_COMPARE} cannot be combined with survive=: the process group keeps lost ranks")
     return steps
 
 
@@ -246,29 +246,29 @@ def _refuse_wrapped_step(optimizer: Any, table: ParameterTable, shard: Sharding)
     if name is not None:
         inner = type(table.optimizer).__name__
         raise ValueError(
-            f"shard={shard} requires the optimizer that steps, and this is a {name} around its {inner}: what the step "
-            f"of a {name} changes besides, each rank would change by its own gradients. Leave shard out, or give "
-            f"attach the {inner} if the {name} only calls it"
+            f"shard={shard} requires the optimizer that steps, and this is a {name} around its {inner}: whatever else "
+            f"the step of a {name} changes, each rank would change by its own gradients. Leave shard out, or pass "
+            f"the {inner} to attach if the {name} only calls it"
         )
 
 
 def _check_ignored(table: ParameterTable, settings: Options) -> None:
-    """Raise ValueError if a setting does not go with what ``ignore`` leaves to each rank."""
+    """Raise ValueError if a setting cannot be combined with what ``ignore`` leaves to each rank."""
     if table.ignored.keeps_state:
         for what, option, why in (
             (f"survive={settings.survive}", settings.survive, "a lost rank takes its share of the state with it"),
-            (f"shard={settings.shard}", settings.shard, "pycomm shares the state out by itself then"),
+            (f"shard={settings.shard}", settings.shard, "pycomm divides the state itself then"),
         ):
             if option is not None:
-                raise ValueError(f'ignore=["{OPTIMIZER_STATE}"] does not go with {what}: {why}')
+                raise ValueError(f'ignore=["{OPTIMIZER_STATE}"] cannot be combined with {what}: {why}')
     ignored = next(filter(None, map(table.ignored.name_of, optimizer_parameters(table.optimizer))), None)
     if ignored is None:
         return
     for what, is_given in (("loss_scaler", settings.loss_scaler is not None), ("shard", settings.shard is not None)):
         if is_given:
             raise ValueError(
-                f"ignore has {ignored!r}, which the attached optimizer steps, and does not go with {what}: ranks step "
-                "all its parameters or none; give what is each rank's own to an optimizer of its own"
+                f"ignore has {ignored!r}, which the attached optimizer steps; this cannot be combined with {what}: "
+                "ranks step all its parameters or none; give each rank's own parameters a separate optimizer"
             )
 
 
@@ -280,7 +280,7 @@ def _surviving() -> ModuleType:
 
 
 def _second_average(process_group: dist.ProcessGroup | DeviceMesh | None, settings: Options) -> SecondAverage | None:
-    """Return what averages a second time, if the environment wants that."""
+    """Return the object that averages a second time, if the environment requests it."""
     steps = _steps_to_compare(settings)
     if steps == 0:
         return None
@@ -290,7 +290,7 @@ def _second_average(process_group: dist.ProcessGroup | DeviceMesh | None, settin
 
 
 def _sharded() -> ModuleType:
-    """Return the package of sharded steps, likewise."""
+    """Return the package of sharded steps, which few scripts need."""
     from pycomm.training.reducer import partition
 
     return partition

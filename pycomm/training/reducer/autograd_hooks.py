@@ -130,8 +130,8 @@ class BackwardWatch:
         if enclosing is not None:
             if not calls_hooks_of_running_nodes():
                 raise RuntimeError(
-                    "reentrant checkpointing, with which this torch does not tell when backward() has ended: call "
-                    "checkpoint(..., use_reentrant=False), or use a newer torch"
+                    "reentrant checkpointing, in which this version of torch does not report the end of backward(): "
+                    "call checkpoint(..., use_reentrant=False), or use a newer torch"
                 )
             enclosing.register_hook(self.touch)
             return
@@ -189,7 +189,7 @@ class FinalCallback:
 def _refuse_compiled_autograd() -> None:
     if compiles_autograd():
         raise RuntimeError(
-            "compiled autograd does not call pycomm's hooks as backward() goes: leave it off "
+            "compiled autograd does not call pycomm's hooks during backward(): turn it off "
             "(torch._dynamo.config.compiled_autograd = False); torch.compile of the model is fine"
         )
 

@@ -83,7 +83,7 @@ class Slot:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """Memory order in which its gradients are sent: that of the parameter when it first got a bucket."""
+        """Memory order in which its gradients are sent: the parameter's order when it first got a bucket."""
         return strides_of(self.local)
 
     def grad_version(self) -> int:
@@ -101,7 +101,7 @@ class Slot:
         return self.param.grad is None and (self.hook is None or self.hook.is_first(self.param))
 
     def count_in(self, counter: GradientCounter) -> None:
-        """Have ``counter`` count its gradients from now on, unless each must be handled."""
+        """Let ``counter`` count its gradients, unless each must be handled."""
         is_plain = self.sent is not None and self.sharded is None
         counter.count_in(self.sent.counts if self.sent is not None and is_plain else None, self.index)
 
@@ -213,13 +213,13 @@ class SentBucket:
     """Communicator that sends it."""
     work: Work | GpuWork | None = None
     unused: Sequence[Slot] = ()
-    """Those without an average in the last step."""
+    """Slots without an average in the last step."""
     versions: list[int] = field(init=False)
     """Version counters of the averages when they were handed out."""
     counts: GradientCounts = field(init=False)
     """How often each gradient has been accumulated in this pass, and on which streams of a GPU."""
     kinds: Kinds = field(init=False)
-    """What the parameters were when the bucket was made."""
+    """Kinds of the parameters when the bucket was created."""
 
     def __post_init__(self) -> None:
         self.counts, self.versions = GradientCounts(len(self.slots)), [-1] * len(self.slots)
@@ -252,7 +252,7 @@ class SentBucket:
     def hand_out(self, finite: Flag, factor: float = 1.0) -> list[Slot]:
         """Commit the exchange's state if ``finite``; make the averages ``.grad``, and return slots that have none.
 
-        ``factor``: of the averages; NaN spoils them all.
+        ``factor``: factor of the averages; NaN makes all of them NaN.
         """
         self.exchange.finish(finite)
         if factor != 1.0:
@@ -266,7 +266,7 @@ class SentBucket:
 
 
 _GROWTH = 4
-"""Largest ratio of a bucket's size to that of the one before."""
+"""Largest ratio of a bucket's size to the size of the previous bucket."""
 _TINY = 8
 """A bucket filled to less than 1/8, such as by a bias before a large matrix, takes the next parameter: sent alone it
 would cost more than it gains. The first bucket does not, as nothing else is under way.
@@ -401,7 +401,7 @@ class LocalGradient:
 
     @property
     def version(self) -> int:
-        """Number of writes to the gradient; those through the DTensor are counted there, others in the local one."""
+        """Number of writes to the gradient, through the DTensor and to the local gradient."""
         grad = self._param.grad
         assert grad is not None
         return version_of(grad) + version_of(local_of(grad))
@@ -441,19 +441,19 @@ def _check_placements(name: str, param: Sharded, ranks: set[int]) -> None:
             continue
         if is_split_in(param, dimension):
             raise TypeError(
-                f"parameter {name!r} is a {kind}, sharded over ranks of process_group ({placement}), of which each "
-                "has another part: averages over them would mix parts. Under tensor parallelism pass "
+                f"parameter {name!r} is a {kind}, sharded over ranks of process_group ({placement}), each of which "
+                "has a different part: averages over them would mix parts. Under tensor parallelism pass "
                 f'process_group=mesh["dp"], the dimension that holds replicas; {_INSTEAD}'
             )
         raise TypeError(
             f"parameter {name!r} is a {kind} whose mesh contains ranks of process_group, as replicas: DTensor itself "
-            "combines gradients over its mesh, by rules that depend on the inputs' placements. Lay the model over the "
-            'other dimensions alone (mesh["tp"]), and leave process_group to attach'
+            "combines gradients over its mesh, by rules that depend on the inputs' placements. Distribute the model "
+            'over the other dimensions only (mesh["tp"]), and leave process_group to attach'
         )
 
 
 def _refuse_fully_sharded(names: Mapping[str, torch.Tensor], module: torch.nn.Module | None) -> None:
-    """Raise TypeError if a part of ``module`` was given to ``fully_shard``.
+    """Raise TypeError if a part of ``module`` was passed to ``fully_shard``.
 
     Autograd does not see the gradients of their shards, so hooks would not be called.
     """
@@ -465,7 +465,7 @@ def _refuse_fully_sharded(names: Mapping[str, torch.Tensor], module: torch.nn.Mo
 
 # Lanes: several communicators over the same ranks, so that several buckets travel at once. Between hosts an all-reduce
 # leaves the link idle while ranks add up, wake up, or wait for a slower one. A second all-reduce fills these gaps. Each
-# lane has its own thread and connections. Lanes share the buckets by bytes, alike on all ranks, so that a lane's
+# lane has its own thread and connections. All ranks divide the buckets equally among lanes, by bytes, so that a lane's
 # operations have the same order everywhere. Ranks of one host have one lane, which keeps their memory busy.
 
 _NUM_LANES = 2
@@ -499,8 +499,8 @@ def open_lanes(communicator: Communicator, settings: Options, on_gpu: bool) -> l
 def numbers_of_lanes(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
     """Return the number of the lane for each bucket of ``sizes`` bytes, where the lanes carry ``loads`` bytes already.
 
-    That is the lane with the least to carry, and of several the last one, where ranks compare nothing first. A step's
-    only bucket uses the first lane.
+    Each bucket gets the lane with the fewest bytes; of several, the last one, on which ranks compare nothing first. If
+    a step has only one bucket, it uses the first lane.
     """
     if len(sizes) == 1 and not any(loads):
         return [0]
@@ -518,11 +518,11 @@ def is_remote(communicator: Communicator) -> bool:
 
 
 def bucket_sizes(lanes: Sequence[Communicator], settings: Options, num_bytes: int, on_gpu: bool) -> tuple[int, int]:
-    """Return the size of a bucket, and that of the first one, for ``num_bytes`` of gradients; equal on all ranks.
+    """Return the sizes of a bucket and of the first bucket, for ``num_bytes`` of gradients; equal on all ranks.
 
     Between hosts and on GPUs the first bucket is small, as the link would otherwise wait for it. In CPU memory of one
     host, where ranks compute what they send on the same cores, small models get four equal buckets, unless
-    ``bucket_mb`` is given. Neither holds for methods with much work per bucket and little to send.
+    ``bucket_mb`` is set. Neither holds for methods with much work per bucket and little to send.
     """
     most = _USUAL_BYTES if settings.tuning.bucket_bytes is None else settings.tuning.bucket_bytes
     if settings.compression.transactional:

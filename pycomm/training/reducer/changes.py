@@ -103,7 +103,7 @@ class ParameterPlaces:
 
 
 def _attached_names(table: ParameterTable) -> dict[str, str]:
-    """Return the names that the module has for attached parameters now, with those that they have in ``table``."""
+    """Map the module's present names of attached parameters to their names in ``table``."""
     names = {id(param): name for name, param in table.named()}
     here = () if table.module is None else table.module.named_parameters(remove_duplicate=False)
     return {name: names[id(param)] for name, param in here if id(param) in names}
@@ -130,7 +130,7 @@ class _InPlaceOf:
 
 
 class ParameterChanges:
-    """Changes of an optimizer's and a module's parameters, which all ranks must make alike.
+    """Changes of an optimizer's and a module's parameters; all ranks must make the same.
 
     Ranks exchange them before the next forward. Without a forward of the module, ranks announce them by a flag with the
     gradients, and exchange them after these.
@@ -179,8 +179,8 @@ class ParameterChanges:
         if bool(differs.any()):
             name = list(before)[int(differs.argmax())]
             raise RuntimeError(
-                f"the new parameter {name!r} had different values on the ranks in this backward(): initialise it alike "
-                "on all ranks, or call the module itself, which makes new parameters equal before its forward"
+                f"the new parameter {name!r} had different values on the ranks in this backward(): initialise it "
+                "equally on all ranks, or call the module itself, which makes new parameters equal before its forward"
             )
 
     def _admit(self) -> None:
@@ -193,7 +193,7 @@ class ParameterChanges:
         if replaced:
             raise RuntimeError(
                 f"parameter {replaced[0].name!r} of the optimizer has been replaced, which shard="
-                f"{self._engine.settings.shard} does not go with: detach() before, and attach() afterwards"
+                f"{self._engine.settings.shard} does not allow: detach() before, and attach() afterwards"
             )
 
     def drop_replaced(self) -> None:
@@ -302,7 +302,7 @@ class ArrivalOrder:
     def agree(self) -> None:
         """Begin to take rank 0's order. Collective after the first reduction; later calls do nothing.
 
-        Waits for no rank: with several optimizers in one backward, another may first come to another one's end.
+        Does not wait: with several optimizers in one backward, ranks may complete them in different orders.
         """
         if not self._is_open:
             return
@@ -312,7 +312,7 @@ class ArrivalOrder:
         self._agreed = np.array([places.get(slot, 0) for slot in self._slots], np.int64)
         self._work = self._engine.communicator.broadcast(self._agreed, 0, async_op=True)
         if isinstance(self._work, Work):
-            # If it fails, others see that instead of why a rank stops, or although it has ended well.
+            # A failure would hide from others why a rank stops, or that it has ended normally.
             self._engine.communicator.channel.let_end = functools.partial(self._work.ends_within, _PATIENCE)
 
     def apply(self) -> bool:

@@ -47,7 +47,7 @@ def _squares_by_slot(slots: Sequence[Slot]) -> torch.Tensor:
 
 
 def clip_parts(slots: Sequence[Slot], shards: Shards, max_norm: float, scale: float | torch.Tensor) -> None:
-    """Scale gradients of DTensors, each times ``scale``, down to ``max_norm``, by the norm of the whole of each.
+    """Scale gradients of DTensors, each times ``scale``, down to ``max_norm``, by the norm of the whole tensor.
 
     A gradient that is not finite is left alone. Collective over the ranks of ``shards``.
     """
@@ -63,7 +63,7 @@ def clip_parts(slots: Sequence[Slot], shards: Shards, max_norm: float, scale: fl
 
 
 def _flat(grad: torch.Tensor) -> torch.Tensor:
-    """Return a flat alias of ``grad`` in memory order if it is dense; else ``grad``, which kernels copy."""
+    """Return a flat alias of ``grad`` in memory order if it is dense; otherwise ``grad``, which kernels copy."""
     alias = flat_alias(grad, grad)
     return grad if alias is None else alias
 
@@ -103,7 +103,7 @@ def _norm(table: ParameterTable) -> torch.Tensor:
     """Return the norm of all gradients together; of unscaled copies, if the optimizer has them."""
     unscaled, partial = table.stepper.unscaled(), table.partial
     whole = None if table.partition is None else table.partition.whole
-    # Once a step of whole parameters has been divided, a rank has the masters of its own ones only.
+    # Once a step of whole parameters has been divided, a rank has only the masters of its own parameters.
     owners = table.partition if unscaled is not None and whole is not None and whole.is_divided else partial
     if owners is not None:
         plain = {slot.param: grad for slot in table.slots() if (grad := slot.owner.grad) is not None}
@@ -117,7 +117,7 @@ def _norm(table: ParameterTable) -> torch.Tensor:
 
 
 def clip(table: ParameterTable, norm: torch.Tensor, max_norm: float) -> bool:
-    """Scale gradients of total norm ``norm`` down to ``max_norm``: in the next step if it can do so, else now.
+    """Scale gradients of total norm ``norm`` down to ``max_norm``: in the next step if it can do so, otherwise now.
 
     Returns:
         Whether the next step will do it.

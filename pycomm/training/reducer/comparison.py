@@ -26,7 +26,7 @@ from pycomm.training.reductions.requests import Requests
 
 
 class RankComparison:
-    """Comparison between ranks of their replicas, and of what else they must do alike.
+    """Comparison between ranks of their replicas, and of everything else that must be the same on all ranks.
 
     Attributes:
         fingerprint, replicas: bits of this rank's record in each reduction, and those among them of parameters.
@@ -90,7 +90,7 @@ class RankComparison:
         )
 
     def _modes(self) -> int:
-        """Return training or evaluation mode of the module, or a hash of all modules' in it."""
+        """Return training or evaluation mode of the module, or a hash of the modes of all modules in it."""
         module = self._table.module
         if module is None or not self._has_modes:
             return 0
@@ -105,7 +105,7 @@ class RankComparison:
         return {name: part.training for name, part in uncompiled(module).named_modules()}
 
     def require_suitable(self, *, in_step: bool = False) -> None:
-        """Read the numbers of the optimizer's groups, as those of a step if ``in_step``.
+        """Read the numbers of the optimizer's groups; with ``in_step`` they are the numbers that a step uses.
 
         Raises ValueError if they have changed, and compression does not support them.
         """

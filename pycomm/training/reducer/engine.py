@@ -47,7 +47,7 @@ class FixedMembers:
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Numbers of the ranks that take part, given to them as they joined."""
+        """Numbers of the ranks that take part, assigned when they joined."""
         return self._world
 
     # Launching.
@@ -81,7 +81,7 @@ class FixedMembers:
         """Called after the step has been handed out or has failed."""
 
     def recover(self, engine: Engine, error: CommError) -> bool:
-        """Continue without lost ranks, and return whether the step has been handed out; else raise ``error``."""
+        """Continue without lost ranks, and return whether the step has been handed out; otherwise raise ``error``."""
         raise error
 
     # Between two steps.
@@ -93,7 +93,7 @@ class FixedMembers:
         """Announce to the others that this rank no longer takes part."""
 
     def close(self, reason: str) -> None:
-        """Leave, and release what keeps account of the ranks."""
+        """Leave, and release the records about the ranks."""
 
     def stats(self) -> dict[str, Any]:
         """Return further counters for ``Reducer.stats``."""
@@ -436,7 +436,7 @@ class Engine:
             self._report_world()
 
     def await_all(self, then: Callable[[], None], admit_new: Callable[[], None]) -> None:
-        """Wait for all results, including those of new parameters, and compare the ranks' records.
+        """Wait for all results, also for new parameters, and compare the ranks' records.
 
         Args:
             then: called after each wait for buckets.
@@ -466,7 +466,7 @@ class Engine:
 
     def _await_results(self, then: Callable[[], None]) -> None:
         with self.statistics.phases.timed("wait"):
-            # Those that ranks compare come first: after a disagreement the others would wait in vain.
+            # Buckets that ranks compare come first: after a disagreement, waiting for the others would be in vain.
             for sent in sorted(self.table.buckets, key=lambda sent: sent.communicator is not self.communicator):
                 assert sent.work is not None
                 sent.work.wait()

@@ -55,7 +55,7 @@ def join(
 
     Raises:
         CommError: no rank answers.
-        TypeError, ValueError: an argument is wrong, has an unknown name, or differs from that of the other ranks.
+        TypeError, ValueError: an argument is wrong, has an unknown name, or differs from the other ranks' argument.
     """
     if not isinstance(address, str):
         raise TypeError(f"address is {shown(address)}, wanted a text such as 'host:port'")

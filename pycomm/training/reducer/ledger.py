@@ -1,9 +1,9 @@
-"""Ledger: where each gradient of this rank came from, and errors about those that must not be sent or used.
+"""Ledger: where each gradient of this rank came from, and errors about gradients that must not be sent or used.
 
 A gradient that no reduction has made since the last step is local to this rank: it was written by hand, computed by
 ``torch.autograd.grad``, belongs to a parameter that is not averaged, or was used by a step already. A step on it would
-change the parameters of this rank only. These checks read only local objects, and send nothing. What a parameter's
-gradient is now, its :class:`Slot` tells: ``holds_average``, ``untouched``.
+change the parameters of this rank only. These checks read only local objects, and send nothing. The :class:`Slot`
+of a parameter tells what its gradient is now: ``holds_average``, ``untouched``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Ledger:
         self.unused: set[int] = set()
 
     def hand_out(self, unused: set[int]) -> None:
-        """Note that a reduction has made all gradients but those of ``unused`` parameters, by their ids."""
+        """Note that a reduction has written all gradients, except for the parameters with the ids ``unused``."""
         self.unused = unused
 
     # What is sent.
@@ -87,7 +87,7 @@ class Ledger:
                 kind, done = ("average", "averaged") if self._settings.average else ("sum", "summed")
                 raise RuntimeError(
                     f"the gradient of {slot.name!r} is the {kind} over the ranks that an earlier backward() left, and "
-                    f"would be {done} again with those of this one. Several passes of one step need "
+                    f"would be {done} again, together with the new gradients. For several passes per step, use "
                     "attach(..., accumulate=n); otherwise call optimizer.zero_grad() between them"
                 )
         return grads
@@ -214,9 +214,9 @@ class Ledger:
         for slot in self._slots_in(optimizer):
             if slot.holds_average():
                 self._refuse(
-                    f"a {type(optimizer).__name__} is about to step {slot.name!r}, whose gradient is averaged on the "
-                    f"rank that steps it by the attached {type(attached).__name__}, as shard= says, and not on the "
-                    'others: step the attached optimizer, or pass Sharding(grads="full")'
+                    f"a {type(optimizer).__name__} is about to step {slot.name!r}, whose gradient is averaged only on "
+                    f"the rank that steps it by the attached {type(attached).__name__}, because of shard=: step "
+                    'the attached optimizer, or pass Sharding(grads="full")'
                 )
 
     def _slots_in(self, optimizer: torch.optim.Optimizer) -> Iterator[Slot]:

@@ -114,7 +114,7 @@ class Survival:
         """Run ``job``; leave if it fails on this rank alone, as others would mistake the next job for it."""
         try:
             job()
-        except (CommError, ValueError):  # the latter is raised by all ranks alike
+        except (CommError, ValueError):  # all ranks raise the latter together
             raise
         except BaseException as error:
             try:
@@ -141,7 +141,7 @@ class Survival:
                 self._communicator.close(str(error))
             raise error
         start, old = time.monotonic(), self.membership.world
-        self.invited = 0  # alike on all ranks; the first one announces the newcomer again
+        self.invited = 0  # equal on all ranks; the first rank announces the newcomer again
         found = reconvene(
             self.membership,
             self._communicator,
@@ -243,7 +243,7 @@ class SurvivingMembers(FixedMembers):
 
         def job() -> None:
             for work in works:
-                work.wait()  # those of other lanes may still run; raises if one failed
+                work.wait()  # works of other lanes may still run; raises if this one failed
             engine.share_source()  # before the commit: a rank may be lost in it
             is_known = engine.step_state.role is not Role.NEW and not engine.table.on_gpu  # where the host runs ahead
             self.survival.commit(engine.statistics.waits.microseconds_here() if is_known else 0)
@@ -288,7 +288,7 @@ class SurvivingMembers(FixedMembers):
         self._continue_over(engine, lanes)
         for work in works:
             if isinstance(work, Work):
-                work.forget_trace()  # else the memory of the old world would stay mapped until it is collected
+                work.forget_trace()  # otherwise the memory of the old world would stay mapped until it is collected
         return was_complete
 
     def _continue_over(self, engine: Engine, lanes: Sequence[Communicator]) -> None:
@@ -345,7 +345,7 @@ def require_survivable(table: ParameterTable) -> None:
     for name, param in table.named():
         if is_dtensor(param):
             raise TypeError(
-                f"parameter {name!r} is a DTensor, which survive does not take: a lost rank takes its part of the "
+                f"parameter {name!r} is a DTensor, which survive does not support: a lost rank takes its part of the "
                 "parameter with it"
             )
 
@@ -367,7 +367,7 @@ def listener_of(
 
 
 def members_of(communicator: Communicator, table: ParameterTable, settings: Options) -> SurvivingMembers:
-    """Return the first ranks, those of ``communicator``. Collective."""
+    """Return the initial members: the ranks of ``communicator``. Collective."""
     assert settings.survive is not None
     membership = Membership.found(communicator, settings.survive.min_ranks)
     listener = listener_of(membership, membership.store, next_index(), lines_of(settings, table))
@@ -394,9 +394,9 @@ def lines_of(settings: Options, table: ParameterTable) -> list[tuple[str, str]]:
 
 
 def plain_state(engine: Engine) -> dict[str, Any]:
-    """Return what a newcomer receives besides parameters and optimizer state, as numbers, strings, tensors, containers.
+    """Return the plain values that a newcomer receives in addition to parameters and optimizer state.
 
-    Of compression's state, what is equal on all ranks.
+    Numbers, strings, tensors and containers of these; of the compression state, only what is equal on all ranks.
     """
     state, scaler, weights = engine.step_state, engine.settings.loss_scaler, engine.window.weights
     return {
@@ -417,7 +417,7 @@ def _objects_of(engine: Engine) -> Mapping[str, Any]:
 
 
 def _take(engine: Engine, plain: Mapping[str, Any]) -> None:
-    """Load a result of :func:`plain_state` from another rank, but for compression's, as there are no buckets yet."""
+    """Load a result of :func:`plain_state` from another rank, except compression state, as there are no buckets yet."""
     reductions, steps, committed = plain["progress"]
     engine.step_state.resumes(reductions, steps)
     engine.reduction.committed.fill_(committed)
@@ -433,7 +433,7 @@ def _take(engine: Engine, plain: Mapping[str, Any]) -> None:
 def share_state(engine: Engine, newcomer: bool) -> State:
     """Send rank 0's state to a newcomer, and compare the state of all ranks, the newcomer among them. Collective.
 
-    ``newcomer``: whether this rank is it. It gets compression's state as the result, the others an empty dict.
+    ``newcomer``: whether this rank is the newcomer, which gets compression's state; others get an empty dict.
 
     Raises:
         ValueError: the optimizer state does not fit a newcomer, or the ranks' states differ; on every rank.
@@ -471,4 +471,4 @@ def _compare(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> Non
     everyones = communicator.channel.all_gather_bytes(mine)
     different = [rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]]
     if different:
-        raise ValueError(f"the state of rank {different[0]} differs from that of rank 0")
+        raise ValueError(f"the state of rank {different[0]} differs from rank 0's")

@@ -177,10 +177,10 @@ class BufferSync:
                 by_kind.setdefault(kind, []).append(content)
             sent = [(content, content.value) for content in by_kind.pop(None)]
             broadcast_parts(self._communicator, [value for _, value in sent], src=0)
-            return sent + [change for alike in by_kind.values() for change in self._averaged(alike)]
+            return sent + [change for same in by_kind.values() for change in self._averaged(same)]
 
     def _is_comparing(self, mine: int, *, has_unsendable: bool) -> bool:
-        """Return whether ranks compare what ``mine`` is a hash of in this exchange, and count it."""
+        """Return whether ranks compare descriptions, whose hash is ``mine``, in this exchange; count the exchange."""
         number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
         if self._interval is None or has_unsendable or mine != self._compared:
             return True
@@ -194,7 +194,7 @@ class BufferSync:
         self._before = []
 
     def _averaged(self, contents: list[BufferContent]) -> list[tuple[BufferContent, torch.Tensor]]:
-        """Return means of ``contents``, which have one dtype; those with equal bits on all ranks as they are."""
+        """Return means of ``contents``, which have one dtype; equal bits on all ranks stay as they are."""
         own = kernels.hashes([hashable(content.value) for content in contents])
         everyones = own.new_empty(self._communicator.size * len(own))
         self._communicator.all_gather(everyones, own)

@@ -176,7 +176,7 @@ class ReductionOutcome:
         """Return whether the last gradients are finite; the same on all ranks. Waits for a GPU.
 
         Args:
-            was_exchanged: whether the engine has reduced them; those of a single rank are checked here.
+            was_exchanged: whether the engine has reduced them; with a single rank they are checked here.
         """
         table = self._table
         if not was_exchanged:

@@ -95,7 +95,7 @@ def ignored_of(
             patterns.append(item)
         elif isinstance(item, torch.Tensor):
             if id(item) not in names:
-                raise ValueError(f"ignore has a tensor of shape {list(item.shape)}, which is none of the model's")
+                raise ValueError(f"ignore has a tensor of shape {list(item.shape)}, which is not among the model's")
             patterns.append(names[id(item)])
         else:
             raise TypeError(
@@ -141,8 +141,8 @@ class ParameterTable:
         ranks: global ranks that gradients are averaged over; ``attach`` sets it.
         shards: the trainable parameters that are DTensors, with the ranks that their parts are on.
         partition: partition of a sharded step; ``None`` without one.
-        moved: names of the module under which there is now another attached parameter than at first, with that one's
-            name; "" if it is none. Layers that are exchanged, tied or left out show here; all ranks must do that alike.
+        moved: names of the module that now refer to another attached parameter than when it was attached, with that
+            parameter's name; "" if none. Shows exchanged, tied or dropped layers; all ranks must do the same.
         rank_local: names of the module's other parameters that differ between ranks and stay so.
     """
 

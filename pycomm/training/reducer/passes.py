@@ -32,7 +32,7 @@ _UNUSED = (
 )
 
 _MOST_LOCAL_UPDATES = 4
-"""Number of changes of the parameters between forwards whose gradients no reduction has averaged, that is an error."""
+"""Number of local parameter updates, without a reduction in between, that raises an error."""
 
 
 class Passes:
@@ -71,7 +71,7 @@ class Passes:
                 self._hookless.append(slot)
 
     def hook_model(self, owner: object) -> None:
-        """Hook the optimizer and the module. These hooks keep ``owner`` alive; those of parameters do not."""
+        """Hook the optimizer and the module. These hooks keep ``owner`` alive; hooks of parameters do not."""
         self._owner = owner
         optimizer, module = self._table.optimizer, self._table.module
         self._handles = [
@@ -155,12 +155,12 @@ class Passes:
             self._note_cleared(set(parameter_ids(self._table.optimizer)))
 
     def _note_module_zero_grad(self, module: torch.nn.Module) -> None:
-        """Note that any ``module`` clears its gradients, of which those of an open window may not be shown."""
+        """Note that ``module`` clears its gradients, which may include gradients of an open window."""
         if self._state.is_open:
             self._note_cleared(set(map(id, module.parameters())))
 
     def _note_cleared(self, ids: set[int]) -> None:
-        """Discard the window if the gradients of the parameters with these ``ids``, which are cleared, are all."""
+        """Discard the window if clearing the gradients of the parameters with these ``ids`` clears all gradients."""
         slots = self._table.slots()
         forget_wide(slot for slot in slots if id(slot.param) in ids)
         if all(id(slot.param) in ids for slot in slots):
@@ -240,7 +240,7 @@ class Passes:
         self.forget_lost()
         if self._state.is_open:
             cleared = self._engine.comparison.loop.num_cleared
-            before = f"; those of {cleared} passes before them were cleared inside the window" if cleared else ""
+            before = f"; gradients of {cleared} earlier passes were cleared inside the window" if cleared else ""
             raise RuntimeError(
                 f"optimizer.step() after {self._state.passes} of {self._settings.passes} backward passes: "
                 f"these gradients have not been averaged; call reducer.flush() first{before}"
@@ -261,7 +261,7 @@ class Passes:
     def before_other_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the step of another optimizer than the attached one, if it holds attached parameters.
 
-        It may be inside the attached one, as the one that SAM steps. One around it only calls it.
+        It may be inside the attached optimizer, such as SAM's base optimizer. A wrapper around that only calls it.
         """
         if optimizer is self._table.optimizer or self._communicator.size == 1:
             return
@@ -278,7 +278,7 @@ class Passes:
         self._look_again()
 
     def after_other_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note a step of another optimizer as one of the attached parameters, if it is."""
+        """Note a step of another optimizer as a step of the attached parameters, if it has them."""
         if optimizer is self._table.optimizer or self._communicator.size == 1:
             return
         if self._counts() and self.changes.steps_attached(optimizer):
@@ -286,7 +286,7 @@ class Passes:
             self._note_step()
 
     def _counts(self) -> bool:
-        """Return whether a step of another optimizer that holds attached parameters is one of this Reducer.
+        """Return whether a step of another optimizer that holds attached parameters counts as this Reducer's step.
 
         Not inside a step of the attached one, nor after a pass of this rank alone. With all_parameters the parameters
         may belong to several optimizers, of which only one reports its steps.
@@ -315,7 +315,7 @@ class Passes:
         if not self._state.step_ends():
             return
         with self.stopping():
-            # Again: hooks that run after that of pycomm may have set numbers.
+            # Again: hooks that run after pycomm's may have set numbers.
             self._engine.comparison.require_suitable(in_step=True)
         self._look_again()  # if closures have put it off
         self._note_step()
@@ -419,7 +419,7 @@ class Passes:
             self._note_damage(error)
             raise
         except CommError as error:
-            if not self._engine.members.survives:  # else all ranks have agreed on the cause
+            if not self._engine.members.survives:  # otherwise all ranks have agreed on the cause
                 number, rank = self._state.reductions + 1, self._communicator.rank
                 error.args = (f"{error}; rank {rank} was in reduction {number}",)
             raise

@@ -171,7 +171,7 @@ class Reducer:
         """Ask all ranks to end the training together. Call it on any rank and thread, or in a signal handler.
 
         The request travels with the next reduction. When that returns, :attr:`stop_requested` is true on all ranks (on
-        a GPU two reductions later), so that all can save and exit after the same step. Nothing is stopped by itself.
+        a GPU two reductions later), so that all can save and exit after the same step. Nothing stops automatically.
         """
         self._require_attached()
         self._engine.comparison.requests.request_stop(str(reason), self._communicator.rank if self._idle else None)
@@ -227,7 +227,7 @@ class Reducer:
         return self._table.covers(param)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        """Return all parameters that are averaged here, or will be once unfrozen, by name, without wrappers' words."""
+        """Return all parameters that are averaged here, or will be once unfrozen, by name without wrappers' parts."""
         return dict(self._table.named())
 
     def flush(self) -> None:
@@ -281,7 +281,7 @@ class Reducer:
         """
         self._require_attached()
         self._passes.forget_lost()
-        self._state.loop_begins()  # the weight is that of the next pass
+        self._state.loop_begins()  # the weight belongs to the next pass
         is_first = not self._window.weights.in_use
         factor = self._window.weights.set(num_samples, self._state.passes)
         if is_first and self._settings.accumulates:

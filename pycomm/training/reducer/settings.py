@@ -17,7 +17,7 @@ from pycomm.training.cost.named import checked_method
 from pycomm.training.reducer.module_buffers import BUFFERS
 
 OPTIMIZER_STATE = "optimizer state"
-"""Word of ``ignore``: the optimizer's state. No parameter is called so."""
+"""Word in ``ignore`` that stands for the optimizer's state; no parameter has this name."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Tuning:
     """Settings that most scripts leave alone.
 
     Args:
-        bucket_mb: approximate size of a bucket in MiB; gradients are sent in buckets, while backward computes those of
-            the next one. ``None``: 25. On one host a model below 100 MiB then gets four equal buckets, of at least 1
+        bucket_mb: approximate size of a bucket in MiB; a bucket's gradients are sent while backward computes the
+            next bucket's. ``None``: 25. On one host a model below 100 MiB then gets four equal buckets, of at least 1
             MiB, if gradients are sent unchanged or in half precision. On a GPU it is the size of what ``TopK`` and
             ``DGC`` send, for up to eight times as many bytes of gradients.
         algorithm: name of the algorithm that sums dense buckets; see ``Communicator.all_reduce``.
@@ -102,12 +102,12 @@ class Tuning:
             error on all. Buffers that differ are only logged.
         timeout: limit of every wait for a peer; seconds or ``timedelta``. ``None``: the process group's own.
         transport: of gradients in CPU memory, see :class:`pycomm.Communicator`.
-        ignore: tensors that each rank has for itself: names of parameters and buffers, shell patterns of names
+        ignore: tensors private to each rank: names of parameters and buffers, shell patterns of names
             ("experts.*"), parameters, or modules. They are not sent, averaged, compared or warned of, and may have
             different shapes on different ranks. Patterns must be equal on all ranks. Other trainable parameters of the
             module that this optimizer does not have stay as they are if they differ, with a RuntimeWarning that names
             them; everything else becomes rank 0's. "optimizer state": each rank keeps its own, for an optimizer that
-            divides its state among the ranks, and only hyperparameters become rank 0's; else all ranks get rank 0's,
+            divides its state among ranks, and only hyperparameters become rank 0's; otherwise all ranks get rank 0's,
             and state that rank 0 does not have is an error.
         per_rank: keys of ``optimizer.param_groups``, such as "lr", whose numbers may differ between ranks. All others
             are compared in every reduction, and a difference is an error that names group, key and values. "training":
@@ -191,7 +191,7 @@ class Options:
     """Arguments of ``attach``, equal on all ranks.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or does not go with others; it is named.
+        TypeError, ValueError: an argument is wrong or excludes another one; the text names it.
     """
 
     compression: Compression
@@ -230,7 +230,7 @@ class Options:
     def is_linear(self) -> bool:
         """Whether averaging an average again, plus a new gradient, is correct: the result is linear in its inputs.
 
-        Parts of an average, beside which ``.grad`` has local gradients, are none.
+        False if ranks get parts of an average, as ``.grad`` holds local gradients beside them.
         """
         return self.average and not self.has_parts and not self.compression.transactional
 
@@ -262,8 +262,8 @@ def _check_shard(settings: Options, shard: Sharding) -> None:
     unsuitable = {
         f'grads="part" and compression={method}': (
             shard.grads == "part" and not getattr(settings.compression, "reduces_parts", False),
-            "a rank gets the sum of its own part only, which this method cannot send by itself; FP16, BF16 and the "
-            'quantising methods can; grads="full" goes with all',
+            "a rank gets only the sum of its own part, which this method cannot send separately; FP16, BF16 and the "
+            'quantising methods can; grads="full" works with all',
         ),
         f"survive={settings.survive}": (
             settings.survive is not None,
@@ -277,7 +277,7 @@ def _check_shard(settings: Options, shard: Sharding) -> None:
     }
     for what, (is_unsuitable, why) in unsuitable.items():
         if is_unsuitable:
-            raise ValueError(f'shard="{shard.kind}" does not go with {what}: {why}')
+            raise ValueError(f'shard="{shard.kind}" cannot be combined with {what}: {why}')
 
 
 _ELSEWHERE = {
@@ -287,7 +287,7 @@ _ELSEWHERE = {
     "clip_local_norm": "write compression=pycomm.DGC(clip_local_norm=...)",
     "optimizer_state": 'write tuning=pycomm.Tuning(ignore=["optimizer state"])',
     "broadcast_buffers": 'buffers="broadcast" does what it does in DistributedDataParallel',
-    "find_unused_parameters": "leave it out, unused parameters are found by themselves",
+    "find_unused_parameters": "leave it out, unused parameters are found automatically",
     "static_graph": "leave it out, no graph is assumed to stay the same",
     "gradient_as_bucket_view": "leave it out, .grad always is a view of the bucket",
     "device_ids": "leave it out, gradients are averaged where the parameters are",

@@ -38,7 +38,7 @@ _TINY = 1e-300
 
 
 class CompressionFigures:
-    """Error of this rank's compression, measured anew once it is ``INTERVAL`` reductions old."""
+    """Error of this rank's compression, measured again once it is ``INTERVAL`` reductions old."""
 
     def __init__(self) -> None:
         self._looked_at: int | None = None
@@ -46,7 +46,7 @@ class CompressionFigures:
         self._error: float | None = None
 
     def forget(self) -> None:
-        """Measure anew at the next report, as the state has been replaced."""
+        """Measure again at the next report, as the state has been replaced."""
         self._looked_at = None
 
     def report(self, exchanges: Sequence[Exchange], num_reductions: int) -> dict[str, float]:
@@ -128,7 +128,7 @@ class PhaseTimes:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count the time inside as that of ``phase``, on the thread of ``backward()``."""
+        """Count the time inside towards ``phase``, on the thread of ``backward()``."""
         began = time.monotonic()
         try:
             with profiled_range(f"pycomm::{phase}") if self._profiling else contextlib.nullcontext():

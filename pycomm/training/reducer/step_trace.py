@@ -19,7 +19,7 @@ from pycomm.collectives.recorder.traces import DEFAULT_STEP, STEP
 from pycomm.untrusted import creating
 
 _LOG = logging.getLogger("pycomm")
-_optimizers: Counter[Path] = Counter()  # attached ones of this process, by the folder of their files
+_optimizers: Counter[Path] = Counter()  # attached optimizers of this process, by the folder of their files
 
 
 class StepTrace:

@@ -149,7 +149,7 @@ class SampleWeights:
         self._sum = self._communicator.channel.submit(job)
 
     def mean_factor(self) -> float:
-        """Return the factor that turns the accumulated gradient into that of the mean over this rank's own samples."""
+        """Return the factor that turns the accumulated gradient into a mean over this rank's own samples."""
         return self._sent_unit / self._window if self.in_use and self._window > 0 else 1.0
 
     def any_passes(self) -> bool:
@@ -238,7 +238,7 @@ class AccumulationWindow:
     def fix_clipping(self, slots: Sequence[Slot], shards: Shards) -> None:
         """Fix the factor that clips this rank's own gradient, before anything is sent.
 
-        Of DTensors, that of the whole gradient counts: collective over the ranks of ``shards``.
+        The norm of a DTensor is the norm of the whole gradient: collective over the ranks of ``shards``.
         """
         self._clip_all(slots, shards)
         if shards and self._part_norm is not None:
@@ -249,7 +249,7 @@ class AccumulationWindow:
                 self.streams.add(self.current_stream())
 
     def sends_early(self, shards: Shards) -> bool:
-        """Return whether gradients may be sent before all have arrived, as none is clipped by a norm of several."""
+        """Return whether gradients may be sent before all have arrived, as none is clipped by a common norm."""
         return self._settings.compression.clip_local_norm is None and (self._part_norm is None or not shards)
 
     def _clip_all(self, slots: Sequence[Slot], shards: Shards) -> None:

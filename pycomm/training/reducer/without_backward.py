@@ -131,11 +131,11 @@ class WithoutBackward:
             )
 
     def require_whole_steps(self) -> None:
-        """Raise ValueError, on every rank, if a rank that takes no steps would be missed in those of the others."""
+        """Raise ValueError, on every rank, if steps need every rank, so that no rank can stay absent."""
         if self._table.partition is not None:
             error = ValueError(
-                f"stay_absent() does not go with shard={self._engine.settings.shard}: all ranks step their own "
-                "parameters in each step; call skip_batch() and optimizer.step() as often as the others step"
+                f"stay_absent() cannot be combined with shard={self._engine.settings.shard}: in each step every rank "
+                "steps its own parameters; call skip_batch() and optimizer.step() as often as the others step"
             )
             self._passes.stop(error)
             raise error

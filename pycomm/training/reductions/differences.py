@@ -108,7 +108,7 @@ class DifferenceReport:
         if differing:
             causes.append(
                 f"The optimizer's step() draws random numbers from the generator of {' and of '.join(differing)}, "
-                "whose state differs between the ranks: seed it alike on all ranks, or give the optimizer its own"
+                "whose state differs between the ranks: use the same seed on all ranks, or give the optimizer its own"
             )
         if writers:
             written = {name: how for each in seen for name, how in each["written"].items()}
@@ -118,14 +118,14 @@ class DifferenceReport:
                 by = f"{written[name]} rescales the rows that a forward looks up"
             causes.append(
                 f"Parameter {name!r} was written to after the last optimizer.step() on {name_ranks(writers)}: {by}. "
-                "Write to parameters alike on all ranks"
+                "Write the same values to parameters on all ranks"
             )
         rewriters = [rank for rank, each in zip(world, seen, strict=True) if each["rewritten"]]
         if rewriters:
             name = next(filter(None, (each["rewritten"] for each in seen)))
             causes.append(
                 f"A step used another gradient of {name!r} than the average on {name_ranks(rewriters)}: if a wrapper "
-                "rewrites .grad (per-sample clipping), have backward() and that inside `with reducer.paused():`, then "
+                "rewrites .grad (per-sample clipping), run it and backward() inside `with reducer.paused():`, then "
                 "call reducer.reduce() before the step"
             )
         return ". ".join(causes), bool(differing) or not set(writers) <= set(odd)

@@ -25,7 +25,7 @@ class MethodPart:
 
 
 class BucketExchanges:
-    """Exchanges of a bucket that others have made: of the parameters that a method applies to, and of the others.
+    """Exchanges of a bucket that torch has built: for the parameters that a method applies to, and for the others.
 
     Args:
         params: the bucket's parameters, in the order in which its buffer holds their gradients.
@@ -150,8 +150,8 @@ class ExchangesByIndex:
             return self._names[id(param)]
         except KeyError:
             raise ValueError(
-                f"a parameter of shape {list(param.shape)} has come to the model since register(), where it had no "
-                "name: remove() the handle and register again"
+                f"a parameter of shape {list(param.shape)} was added to the model after register(), so its name is "
+                "unknown: remove() the handle and register again"
             ) from None
 
     def parts(self) -> Iterator[MethodPart]:

@@ -1,4 +1,4 @@
-"""Fields of a record: what all ranks must do alike, each with its value on this rank and the error of a difference.
+"""Fields of a record: what must be the same on all ranks, each with this rank's value and the error of a difference.
 
 :data:`FIELDS` is the table, in the order in which errors are raised: a cause comes before its effects. An engine (the
 Reducer, DistributedDataParallel's hook, HSDP, local SGD, gossip, a server's worker) compares the fields that its
@@ -24,7 +24,7 @@ from pycomm.untrusted import ANYTHING, COUNT, ListOf, MapOf, OneOf
 Read = Callable[[], Any]
 
 _PAIRED = (
-    "Their gradients would be averaged with those of other batches. A rank without a usable batch calls "
+    "Their gradients would be averaged with other batches' gradients. A rank without a usable batch calls "
     "reducer.skip_batch() in place of forward and backward, or reducer.veto_step() to have the step left out on all. "
     "What belongs to no training step goes in `with reducer.paused():`, or a forward in torch.no_grad()"
 )
@@ -58,7 +58,7 @@ class Source:
             does not.
         module: returns the module that is trained, if there is one; for fields that read it themselves.
         words: parts of errors.
-        warns: returns whether this rank warns of what all ranks see alike.
+        warns: returns whether this rank logs warnings that concern all ranks.
     """
 
     values: Mapping[str, Read]
@@ -71,7 +71,7 @@ class Source:
 class FieldKind(Enum):
     """How ranks notice a field.
 
-    HASHED: a hash of the value is compared. FLAG: a value other than ``None``, False and (), even on all ranks alike.
+    HASHED: a hash of the value is compared. FLAG: a value other than ``None``, False and (), even if all ranks agree.
     DETAIL: not at all; it is looked at if something else differs.
     """
 
@@ -83,7 +83,7 @@ Details = Mapping[int, Mapping[str, Any]]
 
 
 class Field:
-    """A guarantee: something that all ranks must do alike.
+    """A guarantee: something that must be the same on all ranks.
 
     Attributes:
         name: key in records, and in :attr:`Source.values`.
@@ -122,7 +122,7 @@ class Field:
 
         Args:
             by_rank: details of this field of the ranks that are compared.
-            details: those of all fields.
+            details: details of all fields.
         """
         raise NotImplementedError
 
@@ -324,8 +324,8 @@ class LossScaleField(Field):
     def check(self, by_rank: Mapping[int, Any], details: Details) -> None:
         if len(set(by_rank.values())) > 1:
             raise ValueError(
-                f"the ranks' loss scalers differ: the scale is {values_text(by_rank)}. Make the scaler alike on all "
-                "ranks, load its state on all of them, and call update() after the same steps"
+                f"the ranks' loss scalers differ: the scale is {values_text(by_rank)}. Create the scaler with the same "
+                "arguments on all ranks, load its state on all of them, and call update() after the same steps"
             )
 
 
@@ -365,12 +365,12 @@ class PlacesField(Field):
             if len(set(places.values())) > 1:
                 raise RuntimeError(
                     f"the module's parameter {name!r} is {values_text(places)}: a layer or a parameter was exchanged, "
-                    "tied or left out on some ranks only. Change the module alike on all ranks, between the same steps"
+                    "tied or left out on some ranks only. Make the same changes on all ranks, between the same steps"
                 )
 
 
 class ModesField(Field):
-    """Training or evaluation mode of the module, or a hash of those of all modules in it."""
+    """Training or evaluation mode of the module, or a hash of the modes of all modules in it."""
 
     name, form = "modes", MapOf(bool)
 
@@ -384,14 +384,14 @@ class ModesField(Field):
                 raise RuntimeError(
                     f"{f'module {name!r}' if name else 'the model'} is in evaluation mode (eval()) on "
                     f"{name_ranks(others)}, and in training mode on {name_ranks(training)}. "
-                    "Dropout and BatchNorm then do other things there. "
+                    "Dropout and BatchNorm then behave differently there. "
                     "After an evaluation call model.train(). If it is meant to differ, write "
                     'tuning=pycomm.Tuning(per_rank=("training",))'
                 )
 
 
 class WindowLengthField(Field):
-    """Number of passes that a function has put into this window; 0 if it is given. :attr:`Source.details` has the
+    """Number of passes that a function has put into this window; 0 if it is fixed. :attr:`Source.details` has the
     number of the reduction.
 
     The ranks may differ once, perhaps at the end of an epoch, with a warning; twice in a row it is an error.
@@ -414,7 +414,7 @@ class WindowLengthField(Field):
             f"accumulate's function has ended this window after a number of backward passes that is "
             f"{values_text(passes)}. Each rank's sum of gradients counts the same in the average, whatever its number "
             "of batches: call reducer.set_weight(num_samples) before each backward() on all ranks, or let the function "
-            "answer alike"
+            "return the same on all ranks"
         )
         before, self._uneven = self._uneven, max(reduction for _, reduction in by_rank.values())
         if before == self._uneven - 1:
@@ -488,7 +488,7 @@ class StopField(VetoField):
 
 
 class SkipField(VetoField):
-    """Whether this rank has no batch: the mean is that of the other ranks."""
+    """Whether this rank has no batch: the mean is over the other ranks."""
 
     name, form = "skip", bool
 

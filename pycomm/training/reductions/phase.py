@@ -85,7 +85,7 @@ class StepState:
         reductions: number of reductions that have been handed out.
         used: number of reductions when a step of any optimizer last used averages, or was left out on purpose.
         steps: number of reductions that steps have used.
-        gate: whether hooks may count gradients by themselves.
+        gate: whether hooks may count gradients automatically.
     """
 
     def __init__(self, device: torch.device | None = None, gate: PassGate | None = None) -> None:

@@ -3,15 +3,15 @@
 A record is encoded in two ways. In a reduction it is 64 bits, inside the messages of the gradients:
 
 - 0-31, with the first bucket: see :mod:`pycomm.training.reductions.replicas`.
-- 32-59, with the last bucket as all further ones: hash of all fields. An error names what differs, and the ranks.
-- 60: the optimizer has parameters that are not averaged yet. If all ranks have some, they are added; else an error.
+- 32-59, with the last bucket, like all higher bits: hash of all fields. An error names what differs, and the ranks.
+- 60: the optimizer has parameters that are not averaged yet. If all ranks have some, they are added; if not, an error.
 - 61: a veto of this step, which is then discarded on all ranks.
-- 62: this rank has no batch: the mean is that of the other ranks.
+- 62: this rank has no batch: the mean is over the other ranks.
 - 63: a request to stop, which all ranks receive.
 
-Where ranks meet without a reduction it is one row of integers. Usually only bits or rows travel. If they differ, or a
-flag is set, all ranks see it alike. They then exchange details, and reach the same verdict before any gradient is
-handed out. On a GPU, where the host does not wait for the gradients, that happens two reductions later.
+Where ranks meet without a reduction, the record is one row of integers. Normally only bits or rows are exchanged. If
+they differ or a flag is set, every rank sees it. Ranks then exchange details, and reach the same verdict before any
+gradient is handed out. On a GPU, where the host does not wait for the gradients, that happens two reductions later.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Record:
     def __init__(self, source: Source) -> None:
         found = (each.of(source) for each in table.FIELDS)
         self.fields = [each for each in found if each is not None]
-        # Optional are those that are left out where nothing but a flag is set.
+        # Optional: fields that are left out where only a flag is set.
         optional: dict[str, Any] = {f"{each.name}?": OneOf(None, each.form) for each in self.fields}
         self._form = {"steps_made?": table.StepsMadeField.form} | optional | {"absent?": bool, "steps?": COUNT}
         kinds = [each.kind for each in self.fields]
@@ -69,7 +69,7 @@ class Record:
         return [None if field.of_pass and not has_pass else field.read() for field in self.fields]
 
     def hash_of(self, values: Sequence[Any]) -> int:
-        """Return a hash of all fields that are compared by one."""
+        """Return a hash of all fields that are compared by hash."""
         return _hash([self.fields[i].hashed(values[i]) for i in self._hashed])
 
     def flags_of(self, values: Sequence[Any]) -> list[str]:
@@ -79,7 +79,7 @@ class Record:
     # Details.
 
     def details(self, values: Sequence[Any], *, only_flags: bool = False, **more: Any) -> bytes:
-        """Return what other ranks get to see of ``values``, or of those that are flags, and ``more``."""
+        """Return what other ranks get to see of ``values``, or only of the flags among them, and ``more``."""
         pairs = zip(self.fields, values, strict=True)
         sent = {each.name: each.detail(value) for each, value in pairs if each.kind is FieldKind.FLAG or not only_flags}
         return json.dumps(sent | more).encode()
@@ -152,7 +152,7 @@ class StepVerdict(NamedTuple):
 
 
 class Fingerprint:
-    """Record as 64 bits of a reduction: bits of this rank, and the verdict on those of all.
+    """Record as 64 bits of a reduction: this rank's bits, and the verdict on all ranks' bits.
 
     Args:
         world: returns the numbers of the ranks.
@@ -161,7 +161,7 @@ class Fingerprint:
         has_stepped: returns whether an optimizer has stepped the parameters, where ``state`` does not count steps.
 
     Attributes:
-        verdict: that of the last reduction.
+        verdict: verdict of the last reduction.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class Fingerprint:
         Raises:
             RuntimeError: the ranks are at different steps, or did not do the same, or their parameters differ.
             ValueError: their hyperparameters differ.
-            DamageError: some ranks' parameters differ from those of most, or their state has changed by itself.
+            DamageError: some ranks' parameters differ from the majority's, or state has changed without a step.
         """
         if not differing:
             return

@@ -92,7 +92,7 @@ class Reduction:
         *,
         frees: bool = False,
     ) -> None:
-        """Take what is to be sent out of ``grads``. On a GPU on the stream that made them, else where it is sent.
+        """Take what is to be sent out of ``grads``. On a GPU on the stream that made them, otherwise where it is sent.
 
         Args:
             fingerprint: makes this rank's bits, to be sent with them.
@@ -117,7 +117,7 @@ class Reduction:
         """Pack and send ``grads``.
 
         Args:
-            channel: the one whose communication thread this is; ``None`` on a thread of the engine.
+            channel: channel whose communication thread this is; ``None`` on a thread of the engine.
             fingerprint: makes this rank's bits, to be sent with them.
             is_compared: whether ranks compare the first operation. It implies the others, as they agree on the order.
         """

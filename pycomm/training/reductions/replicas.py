@@ -59,7 +59,7 @@ _REMEMBERED = 4
 
 
 _MOST_UNANSWERED = 4
-"""Number of reductions in a row with differing parameters, and no step ever, that is an error."""
+"""Number of reductions in a row with differing parameters that raises an error if no step was ever seen."""
 
 
 def is_comparison_due(num_reductions: int, interval: int) -> bool:
@@ -141,7 +141,7 @@ _PARTS = 64
 _LEAST_PART = 1 << 16
 """Number of parts, and least bytes of one."""
 _PER_TENSOR = 1 << 11
-"""Bytes that are read in the time that a tensor takes besides."""
+"""Overhead of a tensor, as the number of bytes that are read in the same time."""
 
 
 def _parts_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[torch.Tensor, int, int | None]]]:
@@ -274,7 +274,7 @@ class StepEvidence:
 
         ``rewritten``: returns the name of a parameter whose gradient is not the averaged tensor; "" without one.
         """
-        looks = looks and not is_capturing()  # of a GPU's generator nothing may be asked meanwhile
+        looks = looks and not is_capturing()  # a GPU's generator must not be queried meanwhile
         self._before = self._generators() if looks else None
         if looks and not self._rewritten:
             self._rewritten = rewritten()
@@ -373,7 +373,7 @@ class Replicas:
         of_parameters: device of the parameters.
 
     Attributes:
-        question: difference that the last reduction has found, if no step has come since; alike on all ranks.
+        question: difference that the last reduction has found, if no step has come since; equal on all ranks.
         warned: whether a difference has been explained by the ranks' processors, which will not be the last.
     """
 
@@ -464,7 +464,7 @@ class Replicas:
         return self._state_hashes.taking() if self._state_hashes is not None and self.is_due(num_reductions) else None
 
     def with_state(self, differing: torch.Tensor, num_reductions: int) -> torch.Tensor:
-        """Return the bits ``differing`` between ranks, with that of changed state, which may be set on all ranks."""
+        """Return the bits ``differing`` between ranks, with the bit of changed state, which may be set on all ranks."""
         if self._state_changed is False or not self.is_due(num_reductions):
             return differing
         differing = differing.clone()
@@ -501,7 +501,7 @@ class Replicas:
     def _ask(self, num_reductions: int, *, has_stepped: bool) -> None:
         """Note that parameters differ in the reduction after ``num_reductions``, which the next step is to answer.
 
-        If no step was ever seen, as the script updates the parameters by itself, the answer is given here in the end.
+        If no step was ever seen, as the script updates the parameters itself, this function finally answers.
         """
         num_asked = 1 if self.question is None else self.question.num_asked + 1
         self.question = Question(num_reductions, self._evidence.written(), num_asked)

@@ -62,7 +62,7 @@ class Stoppable(Protocol):
 class SignalStop:
     """Signal handler that requests a stop. As a context manager, it restores the former handlers on exit.
 
-    Made by :func:`stop_on_signal`.
+    Created by :func:`stop_on_signal`.
     """
 
     def __init__(self, reducer: Stoppable, signals: tuple[int, ...]) -> None:

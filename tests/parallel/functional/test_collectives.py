@@ -122,7 +122,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("all_reduce", {"x": FREED}, "x, of shape .2, 2., has no memory: it is fake, or was freed"),
     ("all_gather", {"dim": 2}, "dim is 2, but x has 2 dimensions"),
     ("all_gather", {"x": torch.tensor(1.0)}, "dim is 0, but x has 0 dimensions"),
-    ("reduce_scatter", {"x": torch.ones(3, 2)}, "x is 3 long, which 2 ranks cannot share evenly: give sizes"),
+    ("reduce_scatter", {"x": torch.ones(3, 2)}, "x is 3 long, which 2 ranks cannot share evenly: pass sizes"),
     ("reduce_scatter", {"sizes": [1, 2]}, "sizes is .1, 2., wanted 2 numbers with the sum 2"),
     ("all_to_all", {"sizes": [-1, 3]}, "sizes is -1, wanted at least 0"),
     ("broadcast", {"src": 2}, "src is 2, wanted a rank below 2"),

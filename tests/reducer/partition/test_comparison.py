@@ -210,7 +210,7 @@ def test_another_optimizer_that_would_step_parts(name: str) -> None:
 def test_a_rank_that_stays_absent(name: str) -> None:
     with trained(name, "aa", shard="optimizer", independent=True) as (reducer, optimizer, model):
         optimizer.step()
-        match = r"stay_absent\(\) does not go with shard=Sharding\('optimizer', independent=True\)"
+        match = r"stay_absent\(\) cannot be combined with shard=Sharding\('optimizer', independent=True\)"
         if rank() == 1:
             with pytest.raises(ValueError, match=match):
                 reducer.stay_absent()

@@ -115,6 +115,11 @@ def _usable(model: Weights) -> bool:
     return True
 
 
+@pytest.mark.behaviour(
+    "Sharded steps",
+    "lose a rank in a step",
+    "`CommError`. All parameters are new, or training refuses until you load a checkpoint.",
+)
 @pytest.mark.parametrize("point", POINTS)
 def test_no_mixture_trains_on(point: str, new_ranks: Pools) -> None:
     outcomes = new_ranks(4).outcomes(lose_a_rank, point, timeout=60.0)

@@ -36,6 +36,11 @@ def refused(optimizer_class: Any, shard: Any, match: str) -> None:
         pycomm.attach(optimizer_class(model.parameters()), model, shard=shard)
 
 
+@pytest.mark.behaviour(
+    "Sharded steps",
+    "shard an optimizer that pycomm does not know",
+    '`ValueError`. If it steps each parameter alone: `Sharding("optimizer", independent=True)`.',
+)
 @on_ranks(2)
 def test_unknown_ones_require_the_declaration() -> None:
     text = r'is not among the optimizers that are known .* write shard=pycomm.Sharding\("optimizer", independent=True\)'
@@ -54,22 +59,27 @@ def test_known_ones_do_not() -> None:
             pass
 
 
+@pytest.mark.behaviour(
+    "Sharded steps",
+    "`its step depends on all gradients together`",
+    "Attach this optimizer without `shard`. Clipping: `reducer.clip_grad_norm()`.",
+)
 @pytest.mark.parametrize("shard", ["optimizer", DECLARED], ids=["not declared", "declared"])
 @on_ranks(2)
 def test_known_couplings_are_refused_by_name(shard: Any) -> None:
     prodigy = made("Prodigy", "prodigyopt.prodigy")
     together = "its step depends on all gradients together"
-    refused(torch.optim.LBFGS, shard, f'shard="optimizer" does not go with LBFGS: {together}')
-    refused(prodigy, shard, f'shard="optimizer" does not go with Prodigy: {together}')
-    refused(type("Mine", (prodigy,), {"__module__": "mine"}), shard, f"does not go with Prodigy: {together}")
-    refused(made("ASGD", "pytorch_optimizer.optimizer.sgd"), shard, f"does not go with ASGD: {together}")
+    refused(torch.optim.LBFGS, shard, f'shard="optimizer" cannot be combined with LBFGS: {together}')
+    refused(prodigy, shard, f'shard="optimizer" cannot be combined with Prodigy: {together}')
+    refused(type("Mine", (prodigy,), {"__module__": "mine"}), shard, f"cannot be combined with Prodigy: {together}")
+    refused(made("ASGD", "pytorch_optimizer.optimizer.sgd"), shard, f"cannot be combined with ASGD: {together}")
     refused(made("AdaShift", "pytorch_optimizer.optimizer.adashift"), shard, "state of a kind that cannot be sent")
 
 
 @on_ranks(2)
 def test_options_that_couple_are_refused() -> None:
     module = "pytorch_optimizer.optimizer.adan"
-    refused(made("Adan", module, max_grad_norm=1.0), "optimizer", r"does not go with Adan\(max_grad_norm=1.0\)")
+    refused(made("Adan", module, max_grad_norm=1.0), "optimizer", r"cannot be combined with Adan\(max_grad_norm=1.0\)")
     model = nn.Linear(3, 2)
     with attached(made("Adan", module, max_grad_norm=0.0)(model.parameters()), model, shard="optimizer"):
         pass

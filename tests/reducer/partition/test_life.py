@@ -39,6 +39,11 @@ def alone(name: str, last: int) -> list[Any]:
     return values_of(optimizer)
 
 
+@pytest.mark.behaviour(
+    "Sharded steps",
+    "`state_dict()` on one rank, on one host",
+    "The complete state. Over several hosts: call it on all ranks.",
+)
 @pytest.mark.parametrize("shard", ["optimizer", pycomm.Sharding("optimizer", grads="full")], ids=str)
 @on_ranks(2)
 def test_one_rank_saves_the_whole_state_by_itself(shard: str, tmp_path: Path) -> None:
@@ -181,6 +186,11 @@ def refused(match: str, model: nn.Module, optimizer: torch.optim.Optimizer, **op
 KEPT = ["optimizer state"]
 
 
+@pytest.mark.behaviour(
+    "Sharded steps",
+    "`shard` with `survive`, methods that do not sum, or half precision without masters",
+    "`ValueError`.",
+)
 @on_ranks(2)
 def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     model = Weights()
@@ -193,7 +203,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     for method in (pycomm.FP16(sum="float32"), pycomm.BF16(sum="float32")):  # else it would be ignored
         says = rf'grads="part" and compression={type(method).__name__}\(sum="float32"\)'
         refused(says, model, adam, shard="optimizer", compression=method)
-    refused(r'ignore=\["optimizer state"\] does not go with shard', model, adam, shard="optimizer", ignore=KEPT)
+    refused(r'ignore=\["optimizer state"\] cannot be combined with shard', model, adam, shard="optimizer", ignore=KEPT)
     half = Weights().half()
     refused("master_weights", half, torch.optim.Adam(half.parameters()), shard="optimizer")
     refused("shard is 'parameters'", model, adam, shard="parameters")
@@ -205,6 +215,11 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         steps(adam, model, 0, 1)
 
 
+@pytest.mark.behaviour(
+    "Sharded steps",
+    "step a closure, clip by torch's `clip_grad_norm_`, or replace gradients or `param.data`",
+    "Error everywhere; nothing is written.",
+)
 @on_ranks(2, fresh=True)
 def test_mistakes_in_a_step_are_errors_of_all_ranks_and_write_nothing() -> None:
     model = Weights()
@@ -298,7 +313,7 @@ def test_a_wrapper_that_changes_parameters_itself_is_refused_with_shard(kind: An
     model = nn.Linear(4, 3)
     optimizer = kind(model.parameters(), lr=0.1)
     given = Masking(optimizer)
-    with pytest.raises(ValueError, match=rf"this is a Masking around its {kind.__name__}: .*give attach the"):
+    with pytest.raises(ValueError, match=rf"this is a Masking around its {kind.__name__}: .*pass the"):
         pycomm.attach(given, model, shard="optimizer", tuning=pycomm.Tuning(timeout=20))
     pycomm.attach(given, model, tuning=pycomm.Tuning(timeout=20)).detach()
     for how in ("accelerate", "fabric"):

@@ -284,6 +284,11 @@ def lose_a_rank(point: str) -> None:
     assert_unusable_until_loaded(reducer, optimizer, lambda: model(torch.ones(1, 64)), model)
 
 
+@pytest.mark.behaviour(
+    "Sharded steps",
+    "lose a rank in a step",
+    "`CommError`. All parameters are new, or training refuses until you load a checkpoint.",
+)
 @pytest.mark.parametrize("point", ["before the step", "before its gathering"])
 def test_no_mixture_trains_on(point: str, new_ranks: Pools) -> None:
     outcomes = new_ranks(3).outcomes(lose_a_rank, point, timeout=60.0)

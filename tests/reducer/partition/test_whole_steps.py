@@ -265,6 +265,11 @@ def test_each_rank_keeps_masters_of_its_own_parameters() -> None:
     assert len(handle.masters()) == len(SHAPES)
 
 
+@pytest.mark.behaviour(
+    "Sharded steps",
+    "have NaN gradients without a scaler, where the optimizer keeps its own step",
+    "The step is taken; in CPU memory all its gradients are NaN.",
+)
 @pytest.mark.parametrize("make", [OPTIMIZERS["NAdam"], OPTIMIZERS["Adadelta"], adafactor])
 @on_ranks(2)
 def test_gradients_that_are_not_finite(make: Any) -> None:

@@ -183,7 +183,7 @@ def test_what_cannot_be_shared_out_on_a_gpu_is_refused() -> None:
 
     with pretended_gpu():
         refused("Orthogonal is not among the optimizers that are known", Orthogonal, "optimizer")
-        refused("call it without pycomm.fuse", fused, "optimizer")
+        refused("leave pycomm.fuse out", fused, "optimizer")
         refused("LBFGS: its step depends on all gradients together", torch.optim.LBFGS, "optimizer")
 
 

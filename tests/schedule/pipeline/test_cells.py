@@ -86,8 +86,8 @@ WRONG = {
     "0F0,2F0": "stage 1 of 3 has no action, so no rank has it",
     "": "this table has no action",
     "\n,,\n": "this table has no action",
-    '"0F0': "this is no table of comma-separated cells: ",
-    "0F0," + "x" * 200000: "this is no table of comma-separated cells: ",
+    '"0F0': "this is not a table of comma-separated cells: ",
+    "0F0," + "x" * 200000: "this is not a table of comma-separated cells: ",
 }
 
 

@@ -135,7 +135,7 @@ WRONG: dict[str, tuple[list[list[str]], dict[str, Any]]] = {
         {"time": np.array([0, 1, 1, 2])},
     ),
     "rank 0 at time 1 (kind 7 0 of stage 0): kind is not in 0 ... 3": ([["0F0", "0B0"]], {"kind": np.array([0, 7])}),
-    "backward 1 of stage 0 is missing: rank 0 never does it; 1 stages x 2 microbatches want 2 of that kind": (
+    "backward 1 of stage 0 is missing: rank 0 never does it; 1 stages x 2 microbatches need 2 of that kind": (
         [["0F0", "0B0", "0F1"]],
         {},
     ),

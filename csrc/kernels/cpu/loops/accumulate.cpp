@@ -65,8 +65,8 @@ struct Arrays {
     }
 };
 
-// Every branch in here depends on `terms` alone. The compiler knows those of the usual step, which has a residual and a
-// velocity, but no weight and not Nesterov's momentum: there, branches take longer than memory does.
+// Every branch in here depends on `terms` alone. The compiler knows the terms of the usual step, which has a residual
+// and a velocity, but no weight and not Nesterov's momentum: there, branches take longer than memory does.
 template <class Grad>
 class FloatAccumulation {
    public:

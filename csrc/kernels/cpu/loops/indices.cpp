@@ -153,8 +153,8 @@ class LowerBits {
     __m256i ones_, bytes_, shifts_;
 };
 
-// The upper parts of indices are the numbers of bits not set before theirs. Row m of `before`: those before each bit
-// that is set in m, lowest first. Row n of `all`: eight times that of a byte with n bits set.
+// The upper parts of indices are the numbers of bits not set before theirs. Row m of `before`: this number for each
+// bit that is set in m, lowest first. Row n of `all`: eight times the number of unset bits in a byte with n set.
 struct alignas(32) ZeroBits {
     uint32_t all[9][8];
     uint8_t before[256][8];
@@ -185,7 +185,7 @@ struct UpperParts {
     int64_t count = 0;
     __m256i zeros = all_eight(0);  // bits not set before
 
-    // Appends those of the bytes from `byte` on, which are fours, until there are kMost. Returns how many bytes.
+    // Appends the parts of the bytes from `byte` on, which are fours, until there are kMost. Returns how many bytes.
     int64_t read(const uint8_t* byte, int64_t num_bytes) {
         __m256i before = zeros;
         int64_t found = count, b = 0;  // not in memory: every store might change that

@@ -103,8 +103,8 @@ struct Loops {
     void (*copy)(const void* src, void* dst, int64_t num_bytes, Store store);
 
     // kernels/accumulate.h for one range of one gradient. Sums that exceed the collector's limit are appended to its
-    // list; the collector may be null. Returns whether all of acc is finite. acc and velocity are streamed if they are
-    // aligned alike.
+    // list; the collector may be null. Returns whether all of acc is finite. acc and velocity are streamed if they have
+    // the same alignment.
     bool (*accumulate)(const Terms& terms, Store store, Collector* collector);
 
     // The largest |x[i]|, NaN if there is one.

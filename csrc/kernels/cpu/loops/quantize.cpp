@@ -83,9 +83,9 @@ struct Floats {
     template <Rounding kRounding>
     static constexpr float kUnit = 1.0f / static_cast<float>(1 << kRaised<kRounding>);
 
-    // A magnitude is a whole number of units of its mantissa's last bit: of those that its own exponent has, or the
-    // smallest normal number's. Rounding may make it the next power of two, which this number and exponent stand for
-    // too. The code is the number of units and that of exponents above the least one, above the mantissa.
+    // A magnitude is a whole number of units of its mantissa's last bit, with its own exponent or the exponent of the
+    // smallest normal number. Rounding may make it the next power of two, which this number and exponent stand for too.
+    // The code is the number of units plus, above the mantissa, the number of exponents above the least one.
     template <Rounding kRounding>
     Coded code(Vec x, Vec random) const {
         constexpr int kLeast = 127 + kFormat.least + kRaised<kRounding>;
@@ -267,7 +267,7 @@ struct Sum {
     }
 
    private:
-    // codes_of(p): those of the group's elements from contribution p.
+    // codes_of(p): codes of the group's elements from contribution p.
     template <class Format, bool kStreaming, class CodesOf>
     void group(int64_t block, float factor, float* out, CodesOf&& codes_of) const {
         Vec sums[kVecs];
@@ -349,7 +349,7 @@ void quantize(const float* x, int64_t count, int64_t first, const Quantization& 
 void dequantize(const float* const* scales, const uint8_t* const* codes, int num_contributions,
                 const Quantization& config, float* out, int64_t count, float factor, Store mode) {
     const Sum sum{scales, codes, num_contributions};
-    // Sums of several are bound by instructions: streaming makes those of 4-bit codes slower (measured on Zen 3).
+    // Sums of several are bound by instructions: streaming makes sums of 4-bit codes slower (measured on Zen 3).
     const bool streams = mode == Store::kStreaming && num_contributions == 1 && is_aligned(out, 64);
     with_format(config, [&](auto format) {
         using Format = decltype(format);
@@ -364,7 +364,7 @@ void dequantize(const float* const* scales, const uint8_t* const* codes, int num
 void requantize(const float* const* scales, const uint8_t* const* codes, int num_contributions, int64_t count,
                 int64_t first, const Quantization& config, const int64_t* seed, float* out_scales, uint8_t* out_codes,
                 float* remainder) {
-    float sums[2][kLongest];  // of one block and the next; those of longer blocks are made twice, part by part
+    float sums[2][kLongest];  // of one block and the next; for longer blocks they are computed twice, part by part
     const Sum sum{scales, codes, num_contributions};
     const bool kept = config.block <= kLongest;
     with_format(config, [&](auto format) {

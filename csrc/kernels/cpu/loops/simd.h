@@ -4,7 +4,7 @@
 //   "all below this limit"), Squares (32 running sums, in double, of the squares of kSquaredGroup vectors at a time);
 //   sign_bits and not_at_most (of magnitudes; true for NaN), lane i in bit i; negated_where(v, word, part), lane i
 //   where bit part * kLanes + i of the word is set; lesser (minimum that may lose NaN), opposed (with the other sign
-//   than that of the second operand), fused (a * b + c, where a * b is exact), where_negative(sign, a, b) (of each lane
+//   than the second operand has), fused (a * b + c, where a * b is exact), where_negative(sign, a, b) (of each lane
 //   a where sign's bit is set, else b); of lanes as uint32: splat_bits, and_bits, or_bits, add_bits, sub_bits,
 //   greater_bits, greatest (of all lanes), shift_down; of lanes as int32, whole numbers below 2^22: whole (a float, to
 //   the nearest, ties to even), down (to zero), as_float, lesser_whole, greater_whole, signed_like (one that is not
@@ -90,7 +90,7 @@ inline void prefetch_ahead(const T* next, int64_t count) {
     }
 }
 
-// A pass that only reads takes turns among kStreams stretches of the array: the hardware's prefetchers begin anew at
+// A pass that only reads takes turns among kStreams stretches of the array: the hardware's prefetchers start again at
 // every page, which one stream waits for (102 MB in 6.3 ms by one stream, 3.7 ms by four, measured on Zen 3; software
 // prefetches, at any distance, make one stream slower there).
 inline constexpr int kStreams = 4;
@@ -114,8 +114,8 @@ inline int64_t stretch_of(int64_t left) {
     return whole < kStretch ? whole : kStretch;
 }
 
-// Calls use(stream, g) for all but the last few of `groups` groups of elements, in turn for those of kStreams stretches
-// of `most` groups or fewer. Returns the number of the first one that is left.
+// Calls use(stream, g) for all but the last few of `groups` groups of elements, in turn for groups of kStreams
+// stretches of `most` groups or fewer. Returns the number of the first one that is left.
 template <class Use>
 inline int64_t in_turn(int64_t groups, int64_t most, Use&& use) {
     int64_t first = 0;

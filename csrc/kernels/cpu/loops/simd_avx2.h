@@ -60,7 +60,7 @@ inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec magnitude(Vec a) { return _mm256_andnot_ps(splat(-0.0f), a); }
 inline Vec keep_nan(Vec a, Vec chosen) { return _mm256_blendv_ps(chosen, a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
-// min_ps and max_ps return their second operand when either is NaN: b's NaN survives by itself, a's is put back.
+// min_ps and max_ps return their second operand when either is NaN, so b's NaN survives; a's is put back.
 inline Vec minimum(Vec a, Vec b) { return keep_nan(a, _mm256_min_ps(a, b)); }
 inline Vec maximum(Vec a, Vec b) { return keep_nan(a, _mm256_max_ps(a, b)); }
 inline float lane(Vec v, int i) {
@@ -104,7 +104,7 @@ inline Vec lesser_whole(Vec a, Vec b) { return from_bits(_mm256_min_epi32(bits_o
 inline Vec greater_whole(Vec a, Vec b) { return from_bits(_mm256_max_epi32(bits_of(a), bits_of(b))); }
 inline Vec signed_like(Vec v, Vec sign) { return from_bits(_mm256_sign_epi32(bits_of(v), bits_of(sign))); }
 
-// Of 32 numbers as int32 the lowest bytes, in fours: those of elements 0-3, 8-11, 16-19, 24-27, then the others.
+// The lowest bytes of 32 numbers as int32, in fours: elements 0-3, 8-11, 16-19, 24-27, then the others.
 inline __m256i as_bytes(const Vec* v) {
     __m256i low = _mm256_packs_epi32(bits_of(v[0]), bits_of(v[1]));
     return _mm256_packs_epi16(low, _mm256_packs_epi32(bits_of(v[2]), bits_of(v[3])));

@@ -57,7 +57,7 @@ inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec magnitude(Vec a) { return _mm512_abs_ps(a); }
 inline Vec keep_nan(Vec a, Vec chosen) { return _mm512_mask_mov_ps(chosen, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a); }
-// min_ps and max_ps return their second operand when either is NaN: b's NaN survives by itself, a's is put back.
+// min_ps and max_ps return their second operand when either is NaN, so b's NaN survives; a's is put back.
 inline Vec minimum(Vec a, Vec b) { return keep_nan(a, _mm512_min_ps(a, b)); }
 inline Vec maximum(Vec a, Vec b) { return keep_nan(a, _mm512_max_ps(a, b)); }
 inline float lane(Vec v, int i) {

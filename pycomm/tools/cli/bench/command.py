@@ -25,7 +25,7 @@ from pycomm.tools.cli.bench.operations import (
 
 _DESCRIPTION = """\
 Measures {name} between ranks: those that it starts here or, under torchrun, torchrun's. Results are verified
-first. The table, the options of one letter and the keys of the report are those of nccl-tests. Comments below the
+first. The table, the options of one letter and the keys of the report are as in nccl-tests. Comments below the
 table give spread, floor, and the times of --peers, which are measured in turns with --backend.
 """
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -53,7 +53,7 @@ def add_collective(benches: Any, operation: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     if operation != "barrier":
         add("-b", "--minbytes", type=_size, default=32 << 20, metavar="SIZE", help="smallest size (default 32M)")
-        add("-e", "--maxbytes", type=_size, metavar="SIZE", help="largest size (default: that of -b)")
+        add("-e", "--maxbytes", type=_size, metavar="SIZE", help="largest size (default: the size of -b)")
         add("-f", "--stepfactor", type=integer(2), default=2, metavar="N", help="from line to line (default 2)")
         add("-d", "--datatype", choices=(*ITEMSIZES, "all"), default="float", help="dtype (default float)")
     if operation in REDUCING:

@@ -81,7 +81,7 @@ def _rows_of_death(death: Death) -> list[list[str]]:
 def notes(results: Results, settings: DemoSettings) -> str:
     """Return the meaning of the columns."""
     sent = "counted by a host's network interface" if settings.hosts else "what a rank gives to its transport"
-    simulated = "" if settings.hosts else " A simulated step takes its time here plus that of the network model."
+    simulated = "" if settings.hosts else " A simulated step takes its time here plus the network model's."
     return (
         "Runs take turns, each for the same number of seconds. Speeds are compared turn by turn (median, and middle "
         "half of the turns), without the warm-up. The step of DDP is the median of the slowest rank; the others' is "

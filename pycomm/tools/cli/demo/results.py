@@ -66,7 +66,7 @@ class Death:
     Attributes:
         ranks: number of ranks at the beginning; the last one was killed.
         step: step in which it was killed, counted from 1.
-        seconds: of each step; that of the death is ``seconds[step - 1]``.
+        seconds: of each step; the step with the death took ``seconds[step - 1]``.
     """
 
     ranks: int

@@ -64,7 +64,7 @@ def train(settings: DemoSettings, send: Send) -> None:
 
 
 class DemoPart:
-    """Part of the demo. Its runs take turns in the same processes, so that other load of the machine affects all alike.
+    """Part of the demo. Its runs take turns in the same processes, so that other load affects all of them equally.
 
     Every run gets the same seconds, so the number of its steps depends on its speed. Step ``i`` of every run sees the
     same text, a different one on each rank.

@@ -161,12 +161,12 @@ def read(path: Path, *, own: bool = False) -> Content:
     except ValueError as error:
         if isinstance(error, NoDumpError):
             raise
-        raise NoDumpError(f"{path} is no file of pycomm's flight recorder: {error}") from None
+        raise NoDumpError(f"{path} is not a file of pycomm's flight recorder: {error}") from None
     known = untrusted.printable(content, _SHAPE)
     for number, group in enumerate(known["groups"]):
         if group["ranks"] and group["rank"] >= len(group["ranks"]):
             what = f"groups[{number}] has rank {group['rank']} of {len(group['ranks'])}"
-            raise NoDumpError(f"{path} is no file of pycomm's flight recorder: {what}")
+            raise NoDumpError(f"{path} is not a file of pycomm's flight recorder: {what}")
     keys = ("host", "pid", "time", "reason")
     ran = {"command": known.get("command", []), "directory": known.get("directory", "")}
     return Content(Dump(path, **{key: known[key] for key in keys}, **ran, line=known["main_thread"]), known["groups"])

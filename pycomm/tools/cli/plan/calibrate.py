@@ -33,9 +33,9 @@ def _require_free(arguments: argparse.Namespace) -> None:
     """Raise ValueError if the file cannot be written, or exists and ``--force`` is not given."""
     path: Path = arguments.output
     if not path.parent.is_dir():
-        raise ValueError(f"{path} cannot be written: {path.parent} is no folder")
+        raise ValueError(f"{path} cannot be written: {path.parent} is not a folder")
     if path.exists() and not arguments.force:
-        raise ValueError(f"{path} is there already: give another name with --output, or --force to replace it")
+        raise ValueError(f"{path} already exists: pass another name with --output, or --force to replace it")
 
 
 def _measure(arguments: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def _write(network: Network, path: Path) -> None:
     with naming(path):
         path.write_text(network.to_json())
     print(f"\n{one_line(network.name)}")
-    print(f"  every collective  {time_text(network.overhead)} besides its messages")
+    print(f"  every collective  {time_text(network.overhead)} in addition to its messages")
     for name, link in (("within a host", network.within_host), ("between hosts", network.between_hosts)):
         print(f"  {name:16}  {link_text(link.alpha, link.beta, link.gamma)}")
     sizes = [size for size, _ in next(iter(network.measured.values()))]

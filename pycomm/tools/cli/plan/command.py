@@ -27,7 +27,7 @@ def size(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r}, wanted a size such as 100MB or 64KiB")
     if match is not None and match[3] and not match[2]:
         raise argparse.ArgumentTypeError(
-            f"{text!r} are {value:g} bytes, wanted a size such as 100MB; for a model of so many billion parameters: "
+            f"{text!r} are {value:g} bytes, wanted a size such as 100MB; for a model with as many billion parameters: "
             f"pycomm plan compression --parameters {text.strip()}"
         )
     return value
@@ -61,8 +61,8 @@ range of sizes. Nothing is sent.
 """
 _COMPRESSION = """\
 Says whether compressing gradients pays. Measures each method's cost on this machine, simulates the network, and prints
-the bandwidth below which the method is faster than uncompressed gradients, the optimizers that it goes with, and its
-memory.
+the bandwidth below which the method is faster than uncompressed gradients, the optimizers that it can be used with, and
+its memory.
 """
 _CALIBRATE = """\
 Measures the cost of messages and the time of each algorithm, between the ranks that torchrun started or between --ranks
@@ -94,7 +94,7 @@ def add_parser(commands: Any) -> None:
         option("--per-host", type=integer(1), help="ranks on each host (default: as the network says)")
         priced.epilog_later = _networks
     option = calibrate.add_argument
-    option("--ranks", type=integer(1), help="processes to start (default: those of torchrun)")
+    option("--ranks", type=integer(1), help="processes to start (default: torchrun's)")
     option("--transport", choices=TRANSPORTS, default="auto", help="transport of messages (default auto)")
     option("--output", type=Path, default=Path("network.json"), metavar="FILE", help="file (default network.json)")
     option("--force", action="store_true", help="replace an existing file")

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def optimizer_of(method: Compression) -> str:
-    """Return which optimizers ``method`` goes with, by its own check."""
+    """Return which optimizers ``method`` can be used with, according to its own check."""
     params = [torch.nn.Parameter(torch.zeros(2, 2))]
 
     def suits(optimizer: torch.optim.Optimizer) -> bool:

@@ -33,7 +33,7 @@ class Stage(NamedTuple):
     """Consecutive layers on the same devices.
 
     Attributes:
-        layers: numbers of the layers, from 1. cut: those of them that are split over the stage's devices.
+        layers: numbers of the layers, from 1. cut: the ones that are split over the stage's devices.
         placed: for each other layer, the only device of the stage that holds it, from 0; empty if they are
             replicated on all of them.
         loads: bytes on each device.
@@ -209,10 +209,10 @@ def _why(layout: Placement, sizes: Sequence[float], memory: float) -> str:
     large = [number for number, size in enumerate(sizes, start=1) if size > memory]
     text = f"All layers together, {total}, do not fit on one device of {room}"
     if layout.width == 1:
-        return f"{text}, but each layer does by itself."
+        return f"{text}, but each single layer does."
     if large:
-        return f"{text}, nor does layer {large[0]}, {size_text(sizes[large[0] - 1])}, by itself."
-    return f"{text}; each layer does by itself, but not in stages of whole layers on so few devices."
+        return f"{text}, nor does layer {large[0]} alone, {size_text(sizes[large[0] - 1])}."
+    return f"{text}; each single layer does, but not in stages of whole layers on so few devices."
 
 
 def _print_layout(layout: Placement, memory: float) -> None:

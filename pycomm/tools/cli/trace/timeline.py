@@ -22,7 +22,7 @@ _COLORS = {
     "wait": "#de2d26",
     "unpack": "#fdae6b",
     "optimizer.step": "#31a354",
-    # What the script does besides: loading data, logging, clipping.
+    # What the script does in between: loading data, logging, clipping.
     "between steps": "#d9d9d9",
     "between passes": "#f0d9b5",
     "before backward": "#e7cb94",
@@ -77,11 +77,11 @@ def _read(path: Path) -> RankTrace:
     try:
         content = untrusted.printable(untrusted.parse(text, _SHAPE, "it"), _SHAPE)
     except ValueError as error:
-        raise NoTraceError(f"{path} is no trace that pycomm has written: {error}") from None
+        raise NoTraceError(f"{path} is not a trace that pycomm has written: {error}") from None
     spans = content["spans"]
     if not spans or any(span["ended"] < span["began"] for span in spans):
         what = "a span ends before it begins" if spans else "it has no spans"
-        raise NoTraceError(f"{path} is no trace that pycomm has written: {what}")
+        raise NoTraceError(f"{path} is not a trace that pycomm has written: {what}")
     return RankTrace(content["rank"], content["size"], content["step"], content.get("optimizer", 1), spans)
 
 

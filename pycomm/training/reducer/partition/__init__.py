@@ -1,4 +1,4 @@
-"""The optimizer's step, shared out among the ranks: each steps its own part, and writes the parameters of all.
+"""The optimizer's step, divided among the ranks: each steps its own part, and sends the new values to all.
 
 ``attach`` imports it for ``shard=``.
 """

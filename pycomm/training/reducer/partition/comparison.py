@@ -1,9 +1,9 @@
-"""Comparison of what ranks bring to a step that they share out.
+"""Comparison of the ranks' inputs to a sharded step.
 
-After such a step all replicas are equal, whatever was there before: each rank has stepped its own parameters and given
-them to all. So what ranks did differently before it does not show in the parameters, but is mixed: values written to
-the parameters of one rank, state loaded on one, gradients clipped on one. Hence ranks compare it before each step, in
-the message by which they agree to take it.
+A sharded step makes all replicas equal, because each rank steps its own parameters and sends them to all. This hides
+earlier differences, which are blended into every replica: values written to the parameters of one rank, state loaded
+on one, gradients clipped on one. So ranks compare these inputs before each step, in the message by which they agree to
+take it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ADVICE = (
 
 
 CompareReplicas = Callable[[], Callable[[], None] | None]
-"""Returns the function that compares all parameters of the ranks, if the Reducer lives."""
+"""Returns the function that compares all parameters of the ranks, if the Reducer still exists."""
 
 
 class StepComparison:
@@ -76,7 +76,7 @@ class StepComparison:
         self._loaded = digests_of_state(optimizer)
 
     def note_step(self, params: Iterable[torch.Tensor]) -> None:
-        """Note that ``params``, which all ranks have, are about to be given to all, and so equal."""
+        """Note that ``params``, which all ranks have, are about to be sent to all, and so become equal."""
         self._params = Stamp(params)
 
     def agree(self, buckets: Sequence[SentBucket], *, is_skipped: bool, factor: Factor) -> bool:
@@ -164,6 +164,6 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _simple(value: Any) -> Any:
-    """Return ``value`` without a class of its own, such as that of an enumeration, which other ranks may not have."""
+    """Return ``value`` without a class of its own, such as an enumeration's, which other ranks may not have."""
     kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
     return value if kind is None else kind(value)

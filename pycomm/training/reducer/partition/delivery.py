@@ -116,7 +116,7 @@ class HostSegment(Segment):
     ) -> None:
         self._memory, size = memory, len(shares)
         everyone = memory.of_each(bucket.num_elements * bucket.dtype.itemsize)
-        # Each rank begins with another one, so that they do not all write to the same memory at once.
+        # Each rank begins with a different rank, so that not all write to the same memory at once.
         self._others = [everyone[(rank + i) % size] for i in range(1, size)]
         super().__init__(bucket, params, shares, rank, everyone[rank])
 
@@ -159,7 +159,7 @@ class HostPartition(StepPartition):
     # Steps.
 
     def _hand_out(self) -> None:
-        if self.whole is not None:  # kernels write to all ranks' memory by themselves
+        if self.whole is not None:  # kernels write to all ranks' memory directly
             for param in self._places:
                 for mirror in self.mirrors_of(param):
                     mirror.copy_(self.span_of(param).of(param))
@@ -183,7 +183,7 @@ States = dict[int, dict[str, torch.Tensor]]
 class SpreadSegment(Segment):
     """Segment of ranks that reach each other by messages.
 
-    State is laid out as that of all ranks, but only this rank's part is ever touched, so that only that takes memory.
+    State is laid out for all ranks, but only this rank's part is ever touched, so only that part takes memory.
     """
 
     def mirrors_of(self, index: int) -> list[torch.Tensor]:
@@ -193,7 +193,7 @@ class SpreadSegment(Segment):
         return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def gather(self, channel: Channel) -> None:
-        """Overwrite each part of the parameters with that of its rank. Collective."""
+        """Overwrite each part of the parameters with its rank's values. Collective."""
         parts = self.parts_in(self.own, self.dtype)
         channel.all_gather_v(parts, parts[self._rank])
 
@@ -255,7 +255,7 @@ class SpreadPartition(StepPartition):
         if not self._is_lost:
             self._is_lost = True
             super()._lost(optimizer, error)
-            torch.optim.Optimizer.zero_grad(optimizer)  # else step() would first say that gradients are used
+            torch.optim.Optimizer.zero_grad(optimizer)  # otherwise step() would first say that gradients are used
 
     def _hand_out(self) -> None:
         works = [self._submit(sent) for sent in self._buckets]
@@ -268,7 +268,7 @@ class SpreadPartition(StepPartition):
             raise
 
     def _submit(self, sent: SentBucket) -> Work | GpuWork:
-        """Begin to send the new parameters of ``sent``, and to receive those of other ranks."""
+        """Begin to send the new parameters of ``sent``, and to receive other ranks' parameters."""
         channel, bucket = sent.communicator.channel, sent.bucket
 
         def gather() -> None:
@@ -310,8 +310,8 @@ class SpreadPartition(StepPartition):
             self._stepper.take_whole(lambda entry, param: self._completed(entry, param, whole))
         except (CommError, ValueError) as error:
             _LOG.warning(
-                "the optimizer's state was kept by parts on all ranks, and those of others are lost (%s): it begins "
-                "anew; load a checkpoint",
+                "each rank kept a part of the optimizer's state, and the other ranks' parts are lost (%s): it is "
+                "reset; load a checkpoint",
                 error,
             )
             self._stepper.take_whole(None)

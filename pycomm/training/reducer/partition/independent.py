@@ -22,7 +22,7 @@ from pycomm.training.reducer.settings import Sharding
 _INDEPENDENT: Mapping[str, str] = {
     # torch's documentation states each for one parameter; norms (Adafactor, Muon) are of it alone.
     "torch.optim": "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD",
-    # You et al. 2017 and 2020: the trust ratio of each layer is made of its own norms.
+    # You et al. 2017 and 2020: the trust ratio of each layer is computed from its own norms.
     "pycomm.optim": "LAMB LARS",
     # Defazio et al. 2024, algorithm 1: the weights of the average depend on the step and the rate alone.
     "schedulefree": "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
@@ -60,7 +60,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "AliG": _CLOSURE,
     },
 }
-"""Classes, and why none of their steps can be shared out. So may none of their subclasses."""
+"""Classes whose steps cannot be divided, with the reason; it holds for their subclasses, too."""
 
 _CLIPS = {"Adan": ("max_grad_norm",), "Lamb": ("pre_norm",)}
 """Options of classes of pytorch_optimizer that clip the norm of all gradients together."""
@@ -69,21 +69,21 @@ _CLIPS = {"Adan": ("max_grad_norm",), "Lamb": ("pre_norm",)}
 def require_independent(optimizer: torch.optim.Optimizer, shard: Sharding, name: str) -> None:
     """Raise ValueError if the step of ``optimizer`` is known to couple parameters, or not known to treat each alone.
 
-    ``name``: that of a parameter.
+    ``name``: name of a parameter, for the error.
     """
     kind = type(optimizer)
     for each in kind.__mro__:
         why = _REFUSED.get(_package_of(each, _REFUSED), {}).get(each.__name__)
         if why is not None:
-            raise ValueError(f'shard="{shard.kind}" does not go with {each.__name__}: {why}')
+            raise ValueError(f'shard="{shard.kind}" cannot be combined with {each.__name__}: {why}')
     package = _package_of(kind, _INDEPENDENT)
     is_known = kind.__name__ in _INDEPENDENT.get(package, "").split()
     if is_known and package == "pytorch_optimizer":
         for option in _CLIPS.get(kind.__name__, ()):
             if getattr(optimizer, option, None):
                 raise ValueError(
-                    f'shard="{shard.kind}" does not go with {kind.__name__}({option}={getattr(optimizer, option)}): '
-                    f"{_TOGETHER}; clip by reducer.clip_grad_norm()"
+                    f'shard="{shard.kind}" cannot be combined with {kind.__name__}({option}='
+                    f"{getattr(optimizer, option)}): {_TOGETHER}; clip by reducer.clip_grad_norm()"
                 )
     if not is_known and not shard.independent:
         raise ValueError(
@@ -127,14 +127,14 @@ def require_shardable(
             )
         if param.dtype in HALF and not stepper.has_masters:
             raise ValueError(
-                f"{name}: parameter {label!r} has dtype {param.dtype}, whose steps are shared out by float32 masters "
-                "only: call pycomm.master_weights(optimizer) before attach"
+                f"{name}: parameter {label!r} has dtype {param.dtype}, whose steps are divided only with float32 "
+                "masters: call pycomm.master_weights(optimizer) before attach"
             )
         require_dense(param)
 
 
 def _require_whole_steps(shard: Sharding, stepper: Stepper, compression: Compression) -> None:
-    """Raise ValueError if ``shard`` requires more than steps of whole parameters, the only ones shared out on GPUs."""
+    """Raise ValueError if ``shard`` requires more than steps of whole parameters, the only kind that GPUs support."""
     if shard.grads == "part" and not isinstance(compression, (NoCompression, FP16, BF16)):
         raise ValueError(
             f"shard={shard} with compression={type(compression).__name__} requires gradients in CPU memory; "
@@ -142,6 +142,6 @@ def _require_whole_steps(shard: Sharding, stepper: Stepper, compression: Compres
         )
     if isinstance(stepper, FusedStep):
         raise ValueError(
-            f"shard={shard} on a GPU shares out whole parameters, which the optimizer's own step() steps: call it "
-            "without pycomm.fuse"
+            f"shard={shard} on a GPU assigns whole parameters to ranks, which step them by the optimizer's own step(): "
+            "leave pycomm.fuse out"
         )

@@ -3,7 +3,7 @@
 Optimizers that orthogonalise or precondition matrices (Muon, SOAP, Shampoo) cannot step a part of one. With those each
 rank owns whole parameters: it gets the average of their gradients, keeps their state, and steps them alone by the
 optimizer's own code; then all ranks get the new values (Rajbhandari et al., ZeRO, 2020, section 5.1, by parameters in
-place of equal parts). An optimizer may do so if it steps each parameter by that one's gradient and state alone: see
+place of equal parts). An optimizer may do so if it steps each parameter by its own gradient and state alone: see
 :mod:`independent`.
 """
 
@@ -83,8 +83,8 @@ class StepPartition:
     Gradients are reduced before the step, and all parameters have arrived when it ends.
 
     Args:
-        optimizer: the attached optimizer. If kernels step it, ranks have equal parts of every bucket, else, and on
-            GPUs, whole parameters (see :class:`WholeStep`).
+        optimizer: the attached optimizer. If kernels step it, ranks have equal parts of every bucket; otherwise,
+            and on GPUs, whole parameters (see :class:`WholeStep`).
         compare: see :class:`StepComparison`.
         order: ranks in the order in which their parts of a bucket lie.
 
@@ -333,7 +333,7 @@ class Segment(ABC):
         """Return the other ranks' memory of this rank's own elements of the ``index``-th parameter."""
 
     def home(self, index: int, param: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for the state ``key`` of the ``index``-th parameter, zeros at first.
+        """Return memory for the state ``key`` of the ``index``-th parameter, initially zeros.
 
         Collective, where ranks share it, the first time for a key.
         """
@@ -379,7 +379,7 @@ Memory = Any
 def tensor_in(memory: Memory, dtype: torch.dtype, begin: int, end: int) -> torch.Tensor:
     """Return elements ``begin`` to ``end`` of ``memory`` as a tensor with a storage of its own.
 
-    It saves small, and savers that look for tensors in one storage take it for no other's.
+    So it can be saved alone, and code that looks for tensors with a common storage finds none.
     """
     if isinstance(memory, GpuMemory):
         device, first = memory.owner.device, memory.begin
@@ -393,7 +393,7 @@ def tensor_in(memory: Memory, dtype: torch.dtype, begin: int, end: int) -> torch
 
 
 class OwnSteps(FactorStep):
-    """Override for parameters that the optimizer steps as they are; its interface is that of WholeMasters, too."""
+    """Override for parameters that the optimizer steps as they are; has the same interface as WholeMasters."""
 
     _take: Callable[[Factor, bool], None] | None = None
 
@@ -403,7 +403,7 @@ class OwnSteps(FactorStep):
         self._take(self._pending.take(), False)
 
     def take_together(self, take: Callable[[Factor, bool], None] | None) -> None:
-        """Call ``take`` with the factor of the gradients, and whether the step is to be skipped, from now on."""
+        """Let each step call ``take`` with the factor of the gradients, and whether the step is to be skipped."""
         self._take = take
 
     @contextlib.contextmanager
@@ -449,7 +449,7 @@ class WholeStep:
         self._methods = {name: getattr(optimizer, name, None) for name in ("train", "eval")}  # of schedule-free ones
 
     def note_places(self, buckets: Iterable[SentBucket]) -> None:
-        """Note where the parameters of ``buckets`` lie from now on, in memory that others read or get values from."""
+        """Note where the parameters of ``buckets`` lie: in memory that others read or get values from."""
         self._places.update({slot.param: slot.param.detach() for sent in buckets for slot in sent.slots})
         if self.is_divided:  # new parameters have owners now
             self._stepping.keep_only(self._spans.is_own)
@@ -488,7 +488,7 @@ class WholeStep:
                 place.copy_(param.detach())
                 param.data = place
 
-    # As the steps by kernels.
+    # The same methods as of steps by kernels.
 
     def share(self, partition: Partition) -> None:
         """Take later steps in the context of ``partition``."""
@@ -499,7 +499,7 @@ class WholeStep:
                 vars(self.optimizer)[name] = functools.partial(self.call, method)
 
     def take_whole(self, completed: object) -> None:
-        """State has been gathered by :meth:`step_alone`."""
+        """Do nothing: :meth:`step_alone` has gathered the state."""
 
     def detach(self) -> None:
         self._stepping.detach()
@@ -521,8 +521,8 @@ class WholeStep:
             self._stepping.add_entries({params[index]: entry for index, entry in self._others_states().items()})
         except (CommError, ValueError) as error:
             _LOG.warning(
-                "the optimizer's state was kept by its owners, and that of other ranks is lost (%s): it begins anew; "
-                "load a checkpoint",
+                "each rank kept the optimizer state of its own parameters, and other ranks' state is lost (%s): it is "
+                "reset; load a checkpoint",
                 error,
             )
 

@@ -55,7 +55,7 @@ class SpanTable:
         return self._owners[param]
 
     def is_own(self, param: torch.Tensor) -> bool:
-        """Return whether this rank owns ``param``; of one that is new, which nobody steps yet, each rank does."""
+        """Return whether this rank owns ``param``; a new parameter, which nobody steps yet, belongs to every rank."""
         return self._owners.get(param, self._rank) == self._rank
 
     def own(self) -> list[torch.Tensor]:
@@ -104,14 +104,14 @@ def equal_shares(num_elements: int, order: Sequence[int]) -> list[slice]:
 
 
 def _slices(numels: Sequence[int], order: Sequence[int]) -> list[slice]:
-    """Return the elements of each rank, by rank, where so many of each lie one after the other in ``order``."""
+    """Return each rank's slice, by rank, in memory that holds ``numels`` elements of each rank, in ``order``."""
     bounds = itertools.pairwise(itertools.accumulate(numels, initial=0))
     by_rank = dict(zip(order, itertools.starmap(slice, bounds), strict=True))
     return [by_rank[rank] for rank in range(len(order))]
 
 
 def _cost_of(param: torch.Tensor) -> float:
-    """Return the operations of a product by the smaller Gram matrix; of other than matrices, of elementwise steps."""
+    """Return the operations of a product by the smaller Gram matrix; for vectors and scalars, of elementwise steps."""
     if param.dim() < 2:
         return float(param.numel())
     return float(param.numel()) * min(param.shape[0], math.prod(param.shape[1:]))
