@@ -20,6 +20,7 @@ from tests.pairwise import case_of
 LEFT_OUT = {
     "tests/bench": "the benchmarks themselves: they are no part of what is installed",
     "tests/chaos": "random faults for minutes",
+    "tests/cli/bench": "the command that runs them",
     "tests/cli/test_demo.py": "demos, which train by every method",
     "tests/cli/test_trace.py": "pictures of steps of scripts, which are run for them",
     "tests/docs": "every block of code in the documentation",

@@ -114,7 +114,7 @@ TIES: dict[Callable[[Pair], None], tuple[str, str]] = {
 
 
 def refusal(names: tuple[str, str], call: str) -> str:
-    return rf"'{names[0]}' and '{names[1]}' are two tensors in the same memory .* and {call} .* would part them"
+    return rf"'{names[0]}' and '{names[1]}' are two tensors in the same memory .* and {call} .* would separate them"
 
 
 @pytest.mark.behaviour(
