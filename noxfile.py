@@ -208,7 +208,7 @@ def wheel(session: nox.Session) -> None:
     made = repaired_wheel(session, work)
     tests = [word for word in session.posargs if word.startswith("tests")]
     packages = [word for word in session.posargs if word not in tests] or ["-c", "constraints.txt"]
-    programs = str(programs_without_compilers(work / "programs"))  # nox puts those of the environment before them
+    programs = str(programs_without_compilers(work / "programs"))  # nox puts the environment's own programs first
     clean = {"PATH": programs, "PYTHONPATH": None, "CC": None, "CXX": None, "CUDACXX": None}
     session.install("--only-binary=:all:", *packages, f"{made}[demo,test]", env=clean)
     # In a copy of the checkout: what is built there, and ignored by git, must not be what is tested.
@@ -260,7 +260,7 @@ def copy_of_sources(session: nox.Session, folder: Path) -> None:
 
 
 FOREIGN = {"g++-aarch64-linux-gnu": "aarch64-linux-gnu-g++", "qemu-user": "qemu-aarch64", "dpkg": "dpkg-deb"}
-# The last torch whose wheel for aarch64 on the index is for CPUs alone; versions of all else are those of CI.
+# The last torch whose wheel for aarch64 on the index is for CPUs alone; all other versions are the same as in CI.
 EMULATED = ("torch==2.9.1", "numpy", "pytest", "pytest-timeout", "hypothesis", "scikit-build-core", "pybind11")
 # Over torch.distributed there is no code of the extension to look at. The other tests of transports, of failures, fuzz,
 # several hosts and meetings, count seconds or kill emulated processes: they would tell more of the emulator.
@@ -352,7 +352,7 @@ def debian_python(session: nox.Session, home: Path) -> Path:
 def emulated_python(environment: Path, root: Path) -> Path:
     """Return the Python of a virtual environment, which the emulator runs.
 
-    It is a script, and `sys.executable` there is that script: what starts Python anew gets the emulator again, without
+    It is a script, and `sys.executable` there is that script: what starts Python again gets the emulator again, without
     binfmt_misc, which a container may lack.
     """
     names = (path for path in (root / "usr/bin").glob("python3.*") if path.suffix[1:].isdecimal())

@@ -106,7 +106,7 @@ def _winners() -> Iterator[Row]:
         ranking = schedule.rank_algorithms(num_ranks, network, list(SIZES.values()))
         cells = []
         for size in SIZES.values():
-            # To the nanosecond, so that of equals it is the first everywhere.
+            # To the nanosecond, so that the first of equal ones is chosen everywhere.
             seconds, name = min(((round(t, 9), name) for name, t in ranking.at(size)), key=lambda pair: pair[0])
             cells.append(f"`{name}` {seconds * 1e3:.3g} ms")
         yield f"{num_ranks}, {per_host} per host", *cells

@@ -3,7 +3,7 @@
 //
 //     floor RANK PORT ADDRESS...        (the addresses of all ranks, in order)
 //
-// Reads lines "WAY SPIN_MICROSECONDS ELEMENTS CALLS" from the standard input of every rank alike. Each is answered by a
+// Reads lines "WAY SPIN_MICROSECONDS ELEMENTS CALLS" from the standard input of every rank. Each is answered by a
 // line with the seconds per call on this rank, of so many calls back to back after a barrier. Every sum is verified
 // once before.
 //

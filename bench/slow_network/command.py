@@ -1,4 +1,4 @@
-"""Training over slow links: what compressing gradients gains there, in step time and in seconds to a loss.
+"""Training over a slow network: what compressing gradients gains there, in step time and in seconds to a loss.
 
     python -m bench.slow_network [--what all] [--hosts 2,4,2x2] [--links 0.1,1,0] [--methods ddp,dense,dgc,...]
                                  [--steps 1500] [--out FILE] [--docs DIR]

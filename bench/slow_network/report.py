@@ -177,7 +177,7 @@ def write_docs(folder: Path, figures: Figures, settings: Mapping[str, Any], head
     print(f"{folder / PAGE} written")
 
 
-_INTRODUCTION = """# Training over slow links
+_INTRODUCTION = """# Training over a slow network
 
 Choose a compression method for your link, by what it gains in step time and costs in loss.
 

@@ -19,7 +19,7 @@ def load_reports(folder: Path, benches: Collection[str]) -> dict[str, Report]:
     """Return every report in ``folder`` by its file's name.
 
     Raises:
-        ValueError: one is of a bench that is not among ``benches``, or its name is that of another processor.
+        ValueError: one is of a bench that is not among ``benches``, or its name names another processor.
     """
     reports = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):  # the one that has no processor's name first
@@ -123,6 +123,6 @@ def _command(module: str, name: str, report: Report, options: Sequence[str]) -> 
         value = settings.get(option)
         if value:
             words.append(f"--{option} {','.join(map(str, value)) if isinstance(value, list) else value}")
-    if not module.startswith("bench.gpu "):  # which names its report by itself
+    if not module.startswith("bench.gpu "):  # which names its own report
         words.append(f"--json bench/results/{name}")
     return " ".join(words)

@@ -49,7 +49,7 @@ def times(ratio: float) -> str:
 
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:
-    """Return the least and the largest of ``values``, or one where they look alike; a common unit stands once."""
+    """Return the least and the largest of ``values``, or one where both print the same; a common unit stands once."""
     found = sorted(values)
     low, high = show(found[0]), show(found[-1])
     if low == high:

@@ -19,7 +19,7 @@ Steps = dict[tuple[str, Any, str], float]
 
 
 def loss_table(reports: Reports) -> str:
-    """Return the table of losses, against those of dense gradients."""
+    """Return the table of losses, compared with dense gradients."""
     by_optimizer = next(iter(reports.values()))["losses"]
     names = dict.fromkeys(name for found in by_optimizer.values() for name in found)
     lines = ["| method | " + " | ".join(by_optimizer) + " |", "|---" * (1 + len(by_optimizer)) + "|"]

@@ -40,7 +40,7 @@ class StoreExchange:
     def __init__(self, rank: int, size: int, store: Store, name: str) -> None:
         self.rank, self.size = rank, size
         self._store = PrefixStore(f"pycomm/store/{name}", store)
-        self._number = 0  # of exchanges begun; all ranks count alike
+        self._number = 0  # of exchanges begun; the same on all ranks
 
     def share(self, does: str, mine: bytes, timeout: float) -> list[bytes]:
         """Return what every rank has, once all have said that they do the same."""

@@ -60,8 +60,8 @@ def compare(**options: Any) -> DistributedDataParallel:
     hook = options.pop("hook", None)
     ddp = DistributedDataParallel(model, **options)
     if hook is not None:
-        ddp.register_comm_hook(None, hook)
-    tolerance = 1e-2 if hook is default_hooks.fp16_compress_hook else 1e-6
+        ddp.register_comm_hook(None, getattr(default_hooks, hook))
+    tolerance = 1e-2 if hook == "fp16_compress_hook" else 1e-6
     torch.testing.assert_close(train(model, ddp, both), expected, rtol=tolerance, atol=tolerance)
     return ddp
 
@@ -75,8 +75,8 @@ def compare(**options: Any) -> DistributedDataParallel:
         {"find_unused_parameters": True},
         {"static_graph": True},
         {"static_graph": True, "gradient_as_bucket_view": True},
-        {"hook": default_hooks.allreduce_hook},
-        {"hook": default_hooks.fp16_compress_hook},
+        {"hook": "allreduce_hook"},
+        {"hook": "fp16_compress_hook"},
     ],
     ids=str,
 )

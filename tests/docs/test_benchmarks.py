@@ -246,7 +246,7 @@ class TestTwoProcessors:
 
     def test_links_of_each(self, benchmarks: ModuleType, reports: dict[str, Report]) -> None:
         page, _ = render(benchmarks, reports)
-        assert "\n- [Training over slow links](slow_network.md): " in page
+        assert "\n- [Training over a slow network](slow_network.md): " in page
         assert "growth.md" not in page, "there is no report of it here"
 
     def test_the_readme_has_ranges(self, benchmarks: ModuleType, both: dict[str, Report]) -> None:
