@@ -43,7 +43,7 @@ SECTIONS: dict[str, Callable[[Reports], str]] = {
 """How the reports of a bench are shown, in the order of the page."""
 
 ELSEWHERE = {
-    "slow_network": "[Training over a slow network](slow_network.md): step time, bytes and loss of each compression method",
+    "slow_network": "[Training over a slow network](slow_network.md): step time, bytes and loss of each method",
     "training.losses": "[What auto chooses](compression.md#what-auto-chooses): loss with each compression method",
     "recommended_stack": "[The recommended stack](recommended_stack.md): DGC, float16, LARS and warm-up together",
     "asynchronous.experiment": "[Asynchronous training and stragglers](asynchronous_experiment.md): loss with a slow "

@@ -4,9 +4,9 @@
 
 A model of square layers without biases, and SGD without momentum, so that the least is 2: parameters and gradients. A
 thread of each rank reads the proportional set size (Pss, where shared pages count in part) every 2 ms of the first six
-steps; what the process had before the model, torch and its libraries, is taken off. "peak" is the largest rank's, with glibc's
-default settings, so what the allocator keeps counts. "live" is the same where the allocator gives back whatever is
-freed: what is in use at once.
+steps, and subtracts what the process had before the model. "peak" is the largest rank's, with glibc's default settings,
+so memory that the allocator keeps counts. "live" is the same where the allocator returns whatever is freed: the memory
+in use at once.
 """
 
 from __future__ import annotations
