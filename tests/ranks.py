@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterable
@@ -29,10 +31,13 @@ PRELOAD = (
 """Modules that are imported in the process that ranks are forked from."""
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a free port below those that the kernel assigns, so that no other connection gets it before its use."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
 
 
 class RankPool:

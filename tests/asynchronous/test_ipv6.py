@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,12 +21,7 @@ from pycomm import CommError
 from pycomm.training.asynchronous import wire
 from tests.hosts import link_local_address, on_hosts
 from tests.on_ranks import Pools
-
-
-def free_port() -> int:
-    with socket.socket(socket.AF_INET6) as probe:
-        probe.bind(("::1", 0))
-        return int(probe.getsockname()[1])
+from tests.ranks import free_port
 
 
 def meet(port: int, size: int, host: str = "::1") -> None:
@@ -75,7 +69,7 @@ def serve(port: int, came: Path) -> bool:
 
 
 def test_a_parameter_server(new_ranks: Pools, tmp_path: Path) -> None:
-    assert new_ranks(3).run(serve, free_port(), tmp_path / "came", timeout=60) == [True] * 3
+    assert new_ranks(3).run(serve, free_port("::1"), tmp_path / "came", timeout=60) == [True] * 3
 
 
 def serve_between_hosts(host: str, port: int) -> bool:
@@ -93,7 +87,7 @@ def serve_between_hosts(host: str, port: int) -> bool:
 
 
 def test_a_parameter_server_at_a_link_local_address(new_ranks: Pools) -> None:
-    assert new_ranks(2).run(serve_between_hosts, link_local_address(), free_port(), timeout=60) == [True] * 2
+    assert new_ranks(2).run(serve_between_hosts, link_local_address(), free_port("::1"), timeout=60) == [True] * 2
 
 
 def join(how: str, port: int, address: str) -> int:
@@ -124,7 +118,7 @@ def join(how: str, port: int, address: str) -> int:
 @pytest.mark.parametrize("how", ["attach", "local_sgd"])
 @pytest.mark.parametrize("address", ["[::1]:{}", "::1:{}"])
 def test_newcomers(how: str, address: str, new_ranks: Pools) -> None:
-    port = free_port()
+    port = free_port("::1")
     assert new_ranks(3).run(join, how, port, address.format(port), timeout=60) == [3, 3, 3]
 
 
@@ -141,7 +135,7 @@ def test_addresses_that_are_none(address: str) -> None:
 
 def test_nobody_listens() -> None:
     optimizer, model = small()
-    port = free_port()
+    port = free_port("::1")
     with pytest.raises(CommError, match=rf"no store listens at \[::1\]:{port}"):
         pycomm.join(f"[::1]:{port}", optimizer, model, tuning=pycomm.Tuning(timeout=1))
 
@@ -195,7 +189,7 @@ def test_a_host_without_ipv4(tmp_path: Path) -> None:
 
 def test_a_store_at_an_address_of_ipv6_is_found_again() -> None:
     """The listener of newcomers connects anew to the store that it was given."""
-    port = free_port()
+    port = free_port("::1")
     keeper = TCPStore("::1", port, is_master=True, wait_for_workers=False)
     assert keeper.host == "::1"
     assert TCPStore(keeper.host, keeper.port, is_master=False, wait_for_workers=False).add("key", 1) == 1

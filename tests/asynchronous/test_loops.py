@@ -305,7 +305,7 @@ CHANGES = {
     "added": (add, "not averaged.*call [a-z]*_sgd", 1),
     "added to the module": (unfreeze, "'3.weight' of the module is trained, and not averaged", 4),
     "a copy": (copies, "copy", 1),
-    "another optimizer": (another_optimizer, r"another SGD than the SGD that local_sgd\(\) was given.*detach\(\)", 1),
+    "another optimizer": (another_optimizer, r"a SGD other than the SGD passed to local_sgd\(\).*detach\(\)", 1),
     "by hand": (by_hand, "something else has changed the parameters 8 times", 9),
 }
 

@@ -215,7 +215,7 @@ def unpack_entries(rng: Rng) -> Call:
 
     def faults(read: Read) -> list[Refusal]:
         right = all(given.decoded(message) is not None for message in given.split(read(messages)))
-        return [] if right else [Refusal(("messages",), (ValueError,), "of rank", spoils=True)]
+        return [] if right else [Refusal(("messages",), (ValueError,), "rank", spoils=True)]
 
     gathered = Gathered(given.layout, given.ranks, messages, indices, verdict)
     return Call("unpack_entries", {"gathered": gathered, "factor": factor, "most": most}, wanted, faults)

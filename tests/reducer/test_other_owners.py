@@ -120,7 +120,7 @@ def test_ddp_around_what_was_given_by_name_averages_again() -> None:
     "attach FSDP's parameters, or call `fully_shard` later",
     "`TypeError` or `ValueError`; later, an error in backward.",
 )
-@on_ranks(2)
+@on_ranks(2, fresh=True)  # where no group of an earlier test is left in torch's registry
 def test_sharded_parameters_are_refused() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
