@@ -158,7 +158,7 @@ def test_few_ports_of_its_own_suffice() -> None:
 def test_an_address_that_others_see_through_a_relay() -> None:
     """The rank that listens is behind a translator of addresses: its own port is closed to the others."""
     closed = ["ip rule add pref 100 lookup local", "ip rule del pref 0"]
-    closed.append("ip rule add pref 10 iif eth0 ipproto tcp dport 50000-50999 blackhole")
+    closed.append("ip rule add pref 10 dev eth0 ipproto tcp dport 50000-50999 blackhole")
     behind = {
         "PYCOMM_TEST_SHELL": json.dumps(closed),
         "PYCOMM_TEST_RELAY": "40500 10.77.0.1 50000",
