@@ -79,13 +79,13 @@ def test_every_algorithm_has_its_section(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def behaviour() -> ModuleType:
-    return load("docs/behaviour.py")
+def behavior() -> ModuleType:
+    return load("docs/behavior.py")
 
 
 MARKED = """
-@pytest.mark.behaviour("Gradients", "`the gradient of ...`", "Attach again.")
-@pytest.mark.behaviour(
+@pytest.mark.behavior("Gradients", "`the gradient of ...`", "Attach again.")
+@pytest.mark.behavior(
     "Gradients",
     "keep it",
     "It stays, "
@@ -95,19 +95,19 @@ MARKED = """
 def test_a(): ...
 
 class TestB:
-    @pytest.mark.behaviour("Gradients", "keep it", "It stays, as in torch.")
+    @pytest.mark.behavior("Gradients", "keep it", "It stays, as in torch.")
     def test_c(self): ...
 """
 
 
-def test_the_tables_of_behaviour_are_those_of_the_tests(
-    behaviour: ModuleType, capsys: pytest.CaptureFixture[str]
+def test_the_tables_of_behavior_are_those_of_the_tests(
+    behavior: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert behaviour.main(["--check"]) == 0, capsys.readouterr().err
+    assert behavior.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_behaviour_names_tests_that_exist(behaviour: ModuleType) -> None:
-    text = behaviour.PAGE.read_text(encoding="utf-8")
+def test_behavior_names_tests_that_exist(behavior: ModuleType) -> None:
+    text = behavior.PAGE.read_text(encoding="utf-8")
     rows = [
         row for part in re.findall(r"<!-- table: .+? -->\n(.*?)<!-- end -->", text, re.DOTALL) for row in rows_in(part)
     ]
@@ -125,18 +125,18 @@ def rows_in(table: str) -> list[str]:
 
 
 def test_a_mark_without_its_row_is_stale_and_mended(
-    behaviour: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    behavior: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page, folder = tmp_path / "behaviour.md", tmp_path / "tests"
+    page, folder = tmp_path / "behavior.md", tmp_path / "tests"
     folder.mkdir()
     (folder / "test_x.py").write_text(MARKED)
     page.write_text("# T\n<!-- table: Gradients -->\n<!-- end -->\nand\n")
-    monkeypatch.setattr(behaviour, "PAGE", page)
-    monkeypatch.setattr(behaviour, "TESTS", folder)
-    assert behaviour.main(["--check"]) == 1
-    assert capsys.readouterr().err == "behaviour.md is stale; run: python docs/behaviour.py\n"
-    assert behaviour.main([]) == 0
-    assert behaviour.main(["--check"]) == 0
+    monkeypatch.setattr(behavior, "PAGE", page)
+    monkeypatch.setattr(behavior, "TESTS", folder)
+    assert behavior.main(["--check"]) == 1
+    assert capsys.readouterr().err == "behavior.md is stale; run: python docs/behavior.py\n"
+    assert behavior.main([]) == 0
+    assert behavior.main(["--check"]) == 0
     assert rows_in(page.read_text()) == [
         "| `the gradient of ...` | Attach again. | `test_x.py::test_a` |",
         "| keep it | It stays, as in torch. | `test_x.py::test_a`, `test_x.py::TestB::test_c` |",
@@ -147,8 +147,8 @@ def test_a_mark_without_its_row_is_stale_and_mended(
 @pytest.mark.parametrize(
     ("old", "new", "wrong"),
     [
-        ('"Gradients", "`', '"Gradient", "`', "'Gradient' is no section of behaviour.md, which has .'Gradients'."),
-        ('"Gradients"', '"Steps"', "'Steps' is no section of behaviour.md"),
+        ('"Gradients", "`', '"Gradient", "`', "'Gradient' is no section of behavior.md, which has .'Gradients'."),
+        ('"Gradients"', '"Steps"', "'Steps' is no section of behavior.md"),
         ("MARK", "", "no test is marked with the section 'Gradients'"),
         (', "Attach again."', "", "wants three texts: section, situation, outcome"),
         ('"Attach again."', "again()", "wants three texts"),
@@ -156,11 +156,11 @@ def test_a_mark_without_its_row_is_stale_and_mended(
         ('"It stays, as in torch."', '"It goes."', "say different things of 'keep it'"),
     ],
 )
-def test_marks_that_are_wrong(behaviour: ModuleType, tmp_path: Path, old: str, new: str, wrong: str) -> None:
+def test_marks_that_are_wrong(behavior: ModuleType, tmp_path: Path, old: str, new: str, wrong: str) -> None:
     (tmp_path / "test_x.py").write_text("" if old == "MARK" else MARKED.replace(old, new))
     page = "<!-- table: Gradients -->\n<!-- end -->\n"
     with pytest.raises(ValueError, match=wrong):
-        behaviour.render(page, behaviour.proofs_in(tmp_path))
+        behavior.render(page, behavior.proofs_in(tmp_path))
 
 
 def test_traps_of_process_groups_name_tests_that_exist() -> None:

@@ -28,7 +28,7 @@ NO_COLLECTIVES = ("spoil", "number")
 """Arguments of functions in the tables that are not arguments of the call."""
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Starting and launching",
     "pass a wrong argument, tensor or object to a collective call on one rank",
     "Error everywhere at once; the next call works.",

@@ -130,7 +130,7 @@ class AttachRank:
         return {"exposed_seconds": exposed, "kernels": kernels, "launches": launches}
 
     def close(self) -> None:
-        self._synchronise(NONE)
+        self._synchronize(NONE)
         dist.destroy_process_group()
 
     def _exposed_seconds(self) -> float:
@@ -152,7 +152,7 @@ class AttachRank:
         seconds: float = marks[0].elapsed_time(marks[1]) / 1e3 if self._on_gpu else marks[1] - marks[0]
         return seconds
 
-    def _synchronise(self, way: str) -> None:
+    def _synchronize(self, way: str) -> None:
         self._run = self._step  # a graph goes before the communicator that it uses
         self._module = self._training.model
         gc.collect()
@@ -179,7 +179,7 @@ class AttachRank:
 
     def _prepare(self, way: str) -> None:
         """Step a way until all of its steps do the same work; capture one if captured steps are what is launched."""
-        self._synchronise(way)
+        self._synchronize(way)
         if not self._captured:
             for _ in range(_WARM_UP_STEPS):
                 self._step()

@@ -1,4 +1,4 @@
-"""Targets of ``bench.gpu``. They are ratios, which should hold on any data-centre GPU."""
+"""Targets of ``bench.gpu``. They are ratios, which should hold on any data-center GPU."""
 
 from __future__ import annotations
 

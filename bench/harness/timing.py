@@ -20,7 +20,7 @@ def stopwatch(call: Callable[[], object]) -> float:
 def interleave(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Samples]:
     """Let every case, a function that returns its own duration, have one turn per round.
 
-    What disturbs the machine for a while (a neighbour, a changed clock) then hits all cases equally,
+    What disturbs the machine for a while (a neighbor, a changed clock) then hits all cases equally,
     and ratios between them stay right. Every other round runs backwards, so that no case always
     finds the caches as the same other one left them.
     """

@@ -11,7 +11,7 @@ same learning rate and momentum.
 --what rate: step times. All methods live side by side in the same processes and take turns of a few steps;
 medians, of each step the slowest rank's. "no communication" is the same step on all ranks at once without
 averaging. Bytes on the wire are what the interface of a host has counted, per step: with headers and
-acknowledgements, though a segment that the device is given in one piece counts one header.
+acknowledgments, though a segment that the device is given in one piece counts one header.
 --what loss: every method trains for --steps steps, from the same parameters on the same text in the same order,
 with as many ranks as --hosts has at most. Validation does not count as training time.
 --what all: both.

@@ -137,7 +137,7 @@ def check_present(names: Sequence[str]) -> None:
             raise MissingMethodError(f"method {name!r} needs pycomm.{needs}, which this pycomm does not have")
 
 
-class Synchronised:
+class Synchronized:
     """A model whose gradients are averaged by one of the ``METHODS``, or left alone (``COMPUTE``).
 
     Collective: every rank makes it. ``forward`` is what to call in place of the model.

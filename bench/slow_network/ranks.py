@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness.learning_rate import learning_rate_rule
-from bench.slow_network.methods import COMPUTE, Knobs, Synchronised
+from bench.slow_network.methods import COMPUTE, Knobs, Synchronized
 from pycomm.tools.cli.demo.model import ByteGPT, Corpus, loss_of, random_starts, read_corpus, windows
 from pycomm.tools.cli.demo.settings import HEAD_WIDTH
 from pycomm.tools.cli.demo.train import first_difference, validate
@@ -45,9 +45,9 @@ class Trainee:
         self.model = model
         self._text = corpus.train
         self._context = setup["context"]
-        self._synchronised = Synchronised(name, model, setup["lr"], Knobs(**setup["knobs"]))
+        self._synchronized = Synchronized(name, model, setup["lr"], Knobs(**setup["knobs"]))
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._synchronised.optimizer, learning_rate_rule(setup["steps"])
+            self._synchronized.optimizer, learning_rate_rule(setup["steps"])
         )
         # A rank's seed is apart from every other's, also of the next --seed. Methods see the same text.
         seed = setup["seed"] * dist.get_world_size() + dist.get_rank()
@@ -58,20 +58,20 @@ class Trainee:
         inputs, targets = windows(self._text, next(self._starts), self._context)
         if self.name == COMPUTE:
             dist.barrier()  # all ranks at once on their cores, as where they wait for each other
-        optimizer = self._synchronised.optimizer
+        optimizer = self._synchronized.optimizer
         start = time.perf_counter()
-        loss_of(self._synchronised.forward(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        loss_of(self._synchronized.forward(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         self._schedule.step()
         optimizer.zero_grad()
         return time.perf_counter() - start
 
     def stats(self) -> dict[str, Any]:
-        return self._synchronised.stats()
+        return self._synchronized.stats()
 
     def close(self) -> str | None:
         """Stop averaging; returns what differs between the ranks' models, in words, ``None`` if nothing. Collective."""
-        self._synchronised.close()
+        self._synchronized.close()
         return None if self.name == COMPUTE else first_difference(self.model)
 
 
@@ -155,7 +155,7 @@ def mean_over_ranks(value: float) -> float:
 
 
 def bytes_sent() -> int:
-    """Return the bytes that this host's interface has sent: with headers, acknowledgements, and all else."""
+    """Return the bytes that this host's interface has sent: with headers, acknowledgments, and all else."""
     return int(_COUNTER.read_text())
 
 

@@ -1,4 +1,4 @@
-"""Cost of synchronising gradients in whole training steps, in time and in memory.
+"""Cost of synchronizing gradients in whole training steps, in time and in memory.
 
     python -m bench.training [--ranks 2] [--rounds 9] [--steps 8] [--busy 1 [--nice 10]] [--json FILE]
     python -m bench.training --small | --methods

@@ -43,7 +43,7 @@ METHODS: dict[str, Any] = {
 }
 """Methods of compression by the ways that use them with attach."""
 
-_UNSYNCHRONISED = (NONE, MEET)
+_UNSYNCHRONIZED = (NONE, MEET)
 
 _ATTACH: dict[str, dict[str, Any]] = {
     DENSE: {},
@@ -82,9 +82,9 @@ class Replica:
         self._module: nn.Module = self.model
         self.reducer: pycomm.Reducer | HookHandle | None = None
         self._meeting: pycomm.Communicator | None = None
-        self.synchronise(way)
+        self.synchronize(way)
 
-    def synchronise(self, way: str) -> None:
+    def synchronize(self, way: str) -> None:
         """Switch to averaging in this way, and undo the previous way."""
         if isinstance(self.reducer, pycomm.Reducer):
             self.reducer.detach()
@@ -161,7 +161,7 @@ class StepRank:
         magnitudes = {name: _average(grad.abs()) for name, grad in own.items()}
         for _ in range(2):
             for way in WAYS:
-                if way not in (*_UNSYNCHRONISED, SHARD):  # shards have averages of their own part only
+                if way not in (*_UNSYNCHRONIZED, SHARD):  # shards have averages of their own part only
                     _verify_way(way, self._replicas[way], wanted, magnitudes)
         self._verify_shard()
 
@@ -198,7 +198,7 @@ class StepRank:
         Raises:
             AssertionError: they do not.
         """
-        for way in (way for way in self._replicas if way not in _UNSYNCHRONISED):
+        for way in (way for way in self._replicas if way not in _UNSYNCHRONIZED):
             mine = torch.cat([p.detach().view(-1) for p in self._replicas[way].model.parameters()])
             first = mine.clone()
             dist.broadcast(first, src=0)
@@ -207,7 +207,7 @@ class StepRank:
 
     def close(self) -> None:
         for replica in self._replicas.values():
-            replica.synchronise(NONE)
+            replica.synchronize(NONE)
         dist.destroy_process_group()
 
 
@@ -226,7 +226,7 @@ class OverheadRank:
         """
         found = []
         for way in (NONE, DENSE):
-            self._replica.synchronise(way)
+            self._replica.synchronize(way)
             self._replica.backward()
             found.append(self._replica.gradients())
         if any(not torch.equal(found[0][name], found[1][name]) for name in found[0]):
@@ -234,12 +234,12 @@ class OverheadRank:
 
     def turn(self, way: str, steps: int) -> list[float]:
         """Return the seconds of each of ``steps`` steps."""
-        self._replica.synchronise(way)
+        self._replica.synchronize(way)
         self._replica.step()
         return [_timed(self._replica.step) for _ in range(steps)]
 
     def close(self) -> None:
-        self._replica.synchronise(NONE)
+        self._replica.synchronize(NONE)
         dist.destroy_process_group()
 
 
@@ -255,7 +255,7 @@ class MemoryRank:
 
         ``fixed``, what the way takes with a tiny model; ``added``, with this one; ``gradients``, this one's gradients.
         """
-        self._growth(way, _TINY)  # imports, threads, pools: there once, whatever is synchronised
+        self._growth(way, _TINY)  # imports, threads, pools: there once, whatever is synchronized
         fixed, _ = self._growth(way, _TINY)
         added, gradients = self._growth(way, self._widths)
         return {"fixed": fixed, "added": added, "gradients": gradients}
@@ -269,12 +269,12 @@ class MemoryRank:
         for _ in range(3):
             replica.step()
         before = _own_bytes()
-        replica.synchronise(way)
+        replica.synchronize(way)
         for _ in range(3):
             replica.step()
         after = _own_bytes()
         gradients = sum(_grad_of(p).nbytes for p in replica.model.parameters())
-        replica.synchronise(NONE)
+        replica.synchronize(NONE)
         return after - before, gradients
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
 // Scalar conversions between float and the half types: round to nearest even, NaN stays NaN, subnormals kept.
-// Branch-light bit arithmetic, so that a compiler may vectorise it where no instruction exists.
+// Branch-light bit arithmetic, so that a compiler may vectorize it where no instruction exists.
 #pragma once
 
 #include <cstdint>

@@ -206,13 +206,13 @@ bool PreparedGroup::remember(py::handle params, py::handle state, py::handle mas
         slots_.push_back(slot);
     }
     // Gradients are not checked: in the first step they may have any layout.
-    bool recognised = true;
-    for (size_t i = 0; i < slots_.size() && recognised; ++i) {
+    bool recognized = true;
+    for (size_t i = 0; i < slots_.size() && recognized; ++i) {
         PyObject* param = PyList_GET_ITEM(params.ptr(), static_cast<Py_ssize_t>(i));
-        recognised = slots_[i].part < 0 || look(slots_[i], param, state.ptr(), masters.ptr());
+        recognized = slots_[i].part < 0 || look(slots_[i], param, state.ptr(), masters.ptr());
     }
     forget();
-    return recognised;
+    return recognized;
 }
 
 py::object PreparedGroup::renew(py::handle params, py::handle state, py::handle masters) {

@@ -56,7 +56,7 @@ class PreparedGroup {
 
     // Remembers how the parameters lie in memory. They must be as they were when the parts were made. part_of[i]: part
     // of parameter i, -1: it has no gradient. begins[i]: the first element, in memory order, that the part steps.
-    // Returns whether renew() can recognise them.
+    // Returns whether renew() can recognize them.
     bool remember(py::handle params, py::handle state, py::handle masters, const std::vector<int>& part_of,
                   const std::vector<int64_t>& begins);
     // If everything is as remembered, except for contents and for the addresses of gradients: takes the gradients,

@@ -17,7 +17,7 @@
 #define PYCOMM_DEVICE static __device__ __forceinline__
 #define PYCOMM_MEMBER __device__ __forceinline__
 #define PYCOMM_HOST_DEVICE static __host__ __device__ __forceinline__
-// An array in the block's shared memory, uninitialised. Each place in the source has an array of its own.
+// An array in the block's shared memory, uninitialized. Each place in the source has an array of its own.
 #define PYCOMM_SHARED(type, name, count) __shared__ type name[count]
 
 namespace pycomm::device {

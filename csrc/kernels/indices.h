@@ -5,7 +5,7 @@
 //   lower: the `low` lowest bits of every index, one after the other, in ceil(count * low / 32) words
 //   upper: bit (indices[m] >> low) + m is set for every m, in ceil((count + ((range - 1) >> low) + 1) / 32) words
 // That is fewer than count * (low + 3) bits and two words, whatever the positions: at a density of 0.1 % 12 bits each.
-// The size follows from range and count alone, so that it need not be sent. Equal neighbours are allowed.
+// The size follows from range and count alone, so that it need not be sent. Equal neighbors are allowed.
 //
 // Eight indices have their lower bits in whole bytes, so that vectors take eight at a time, to pack where `low` is at
 // most 14, to unpack where it is at most 25. Bound by instructions: with AVX2 50 and 53 for eight indices.

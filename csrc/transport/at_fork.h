@@ -1,5 +1,5 @@
 // Forks of the process (for a DataLoader worker, say). The child must not write to memory that its parent's peers read,
-// and must close its copies of the connections: peers recognise a rank's death by its closed connection.
+// and must close its copies of the connections: peers recognize a rank's death by its closed connection.
 #pragma once
 
 namespace pycomm {

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from pycomm.schedule.table import Table
 
 _AUTO = "auto"
-_NOT_INITIALISED = (
-    "torch.distributed is not initialised: call torch.distributed.init_process_group() first (under torchrun, or with "
+_NOT_INITIALIZED = (
+    "torch.distributed is not initialized: call torch.distributed.init_process_group() first (under torchrun, or with "
     "rank and world_size)"
 )
 
@@ -105,7 +105,7 @@ class Communicator(_Messages):
     the garbage collector.
 
     Args:
-        process_group: an initialised group, or a one-dimensional ``DeviceMesh`` (``mesh["dp"]``); the
+        process_group: an initialized group, or a one-dimensional ``DeviceMesh`` (``mesh["dp"]``); the
             default group if ``None``.
         timeout: limit of every single wait; seconds or ``timedelta``. ``None``: the group's own, by
             torch's default half an hour. A peer that *dies* is noticed within a second regardless.
@@ -122,7 +122,7 @@ class Communicator(_Messages):
         rank, size: rank of this process in the group, and number of ranks.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         CommError: from any operation, if a peer died or gave up, or the timeout passed. The communicator
             can no longer be used. On a GPU the error is raised by a later operation, or by :meth:`check`,
             since no call waits there; anything computed from the results is invalid.
@@ -144,7 +144,7 @@ class Communicator(_Messages):
         seconds, problem = _check_arguments(timeout, transport)
         self._network = network
         if not dist.is_available() or not dist.is_initialized():
-            raise problem or RuntimeError(_NOT_INITIALISED)
+            raise problem or RuntimeError(_NOT_INITIALIZED)
         group, misplaced = found_group(lambda: group_of(process_group, "process_group"))
         self._timeout = timeout_seconds(seconds, group)
         self._open(place_of(group), transport, problem or misplaced)
@@ -197,7 +197,7 @@ class Communicator(_Messages):
         *,
         symmetric: bool = False,
     ) -> torch.Tensor:
-        """Return an uninitialised tensor in memory that the transport can access directly.
+        """Return an uninitialized tensor in memory that the transport can access directly.
 
         On a GPU NCCL requires that all ranks pass such tensors to an operation, at equal offsets, or none does.
 

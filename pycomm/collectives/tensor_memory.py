@@ -1,6 +1,6 @@
 """Memory behind tensors of any kind: some can be overwritten byte by byte, some only compared.
 
-Modules hold more than plain parameters: expanded buffers, sparse matrices, quantised weights made of several tensors.
+Modules hold more than plain parameters: expanded buffers, sparse matrices, quantized weights made of several tensors.
 Plain memory can be copied from rank to rank. Other memory can at least be read and compared between ranks.
 """
 
@@ -59,7 +59,7 @@ NOTHING = Memory((), writable=False, text="without memory")
 def memory_of(tensor: torch.Tensor) -> Memory:
     """Return the memory behind ``tensor``, or behind this rank's part of a DTensor. Plain memory is not copied."""
     if is_lazy(tensor):
-        raise TypeError("is not initialised: first run a forward, which gives lazy modules their shapes")
+        raise TypeError("is not initialized: first run a forward, which gives lazy modules their shapes")
     tensor = local_of(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
@@ -109,7 +109,7 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _odd_memory(tensor: torch.Tensor) -> Memory:
-    """Return the readable memory of a tensor that is sparse, quantised, nested or in a library's own layout."""
+    """Return the readable memory of a tensor that is sparse, quantized, nested or in a library's own layout."""
     try:
         parts, text = _opened(tensor)
     except (RuntimeError, NotImplementedError):  # torch cannot open it on this device, or for this dtype
@@ -135,7 +135,7 @@ def _opened(tensor: torch.Tensor) -> tuple[Sequence[torch.Tensor], str]:
 
 
 def _tensors_inside(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors in the attributes of a subclass, such as the scales of bitsandbytes' quantised parameters."""
+    """Return the tensors in the attributes of a subclass, such as the scales of bitsandbytes' quantized parameters."""
     if type(tensor) in _PLAIN or is_dtensor(tensor):
         return []
     found: list[torch.Tensor] = []

@@ -70,7 +70,7 @@ def register(
         The handle of the hook, which lives as long as ``ddp_model``, even if you do not keep it.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         TypeError, ValueError: an argument is wrong, the model has a hook already or sparse gradients, or the
             ranks' settings differ (on every rank). Everything is undone then. From ``backward()``: ValueError if the
             optimizers' numbers differ between ranks, and RuntimeError if a rank has left out a batch or made another

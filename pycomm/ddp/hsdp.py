@@ -65,7 +65,7 @@ def register_hsdp(
         The handle, which lives as long as ``model``, even if you do not keep it.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         TypeError, ValueError: an argument is wrong, modules replicate on their own or have a hook already, or
             the replicas' settings or parameters differ (on every rank of the group). From ``backward()``: as from
             :func:`pycomm.ddp.register`.
@@ -133,7 +133,7 @@ def _check_group(where: str, group: ShardedGroup, number: int) -> None:
     if group.hook is not None and not isinstance(group.hook, _PlainMean):
         raise ValueError(f"module {where!r} already has an all-reduce hook: take it out, or remove() its handle, first")
     if any(param.is_meta for param in group.params):
-        raise ValueError(f"parameters of module {where!r} are on the meta device, wanted them initialised")
+        raise ValueError(f"parameters of module {where!r} are on the meta device, wanted them initialized")
 
 
 def _lines(checked: tuple[HookSettings, Modules]) -> dict[str, list[str]]:

@@ -46,7 +46,7 @@ class ShardedReplicas:
         """Split the flat ``reduced`` into one view per parameter."""
         if reduced.numel() != sum(self.numels):
             raise RuntimeError(
-                f"fully_shard reduced {reduced.numel()} elements of {self.exchanges.names[0]!r} and its neighbours, "
+                f"fully_shard reduced {reduced.numel()} elements of {self.exchanges.names[0]!r} and its neighbors, "
                 f"wanted {sum(self.numels)}: have parameters been exchanged since register_hsdp()?"
             )
         parts = torch.split(reduced, self.numels)

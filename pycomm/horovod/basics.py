@@ -1,4 +1,4 @@
-"""Initialisation and shutdown, ranks, and available backends."""
+"""Initialization and shutdown, ranks, and available backends."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _beginnings: list[int] = [0]
 
 
 def init(comm: Sequence[int] | Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Initialise. All ranks must call it; calling it again changes nothing until ``shutdown()``.
+    """Initialize. All ranks must call it; calling it again changes nothing until ``shutdown()``.
 
-    If torch.distributed is initialised, its default group is used. Otherwise rank, number of ranks and meeting place
+    If torch.distributed is initialized, its default group is used. Otherwise rank, number of ranks and meeting place
     come from the launcher: ``HOROVOD_RANK`` and ``HOROVOD_SIZE`` (horovodrun), torchrun, Open MPI, MPICH and
     derivatives, Slurm's srun; without a launcher, this process is the only rank.
 
@@ -137,12 +137,12 @@ def _checked(process_sets: Any, comm: Any, owns_group: bool) -> list[ProcessSet]
     if comm is not None and not owns_group:
         ranks = sorted(comm) if isinstance(comm, Iterable) else ranks_of_comm(comm)
         if ranks and list(ranks) != list(range(dist.get_world_size())):
-            raise ValueError("comm: torch.distributed is initialised already, and its default group is the world")
+            raise ValueError("comm: torch.distributed is initialized already, and its default group is the world")
     return sets
 
 
 def _make_group(comm: Any) -> None:
-    """Initialise torch.distributed among the ranks of ``comm``."""
+    """Initialize torch.distributed among the ranks of ``comm``."""
     patience = meeting_seconds()
     if comm is not None and not isinstance(comm, Iterable):
         said: Launched = by_mpi(comm)

@@ -396,7 +396,7 @@ def check_tensor(tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor is a {type(tensor).__name__}, wanted a torch.Tensor")
     if tensor.is_nested or tensor.is_quantized:
-        raise TypeError(f"tensor is {'nested' if tensor.is_nested else 'quantised'}, wanted a dense one")
+        raise TypeError(f"tensor is {'nested' if tensor.is_nested else 'quantized'}, wanted a dense one")
     if tensor.layout != torch.strided:
         raise TypeError(f"tensor has layout {tensor.layout}; pass sparse tensors to sparse_allreduce_async()")
     if tensor.device.type not in ("cpu", "cuda"):

@@ -60,7 +60,7 @@ def shard_batch(
         The :class:`Shard`; no data is copied.
 
     Raises:
-        RuntimeError: ``rank`` or ``world_size`` is ``None`` and torch.distributed is not initialised.
+        RuntimeError: ``rank`` or ``world_size`` is ``None`` and torch.distributed is not initialized.
         TypeError, ValueError: an argument is wrong; tensors differ in their number of samples (the first
             such tensor is named); or there are fewer samples than ranks, or more than ``per_rank`` allows
             (the same on every rank).
@@ -89,7 +89,7 @@ def _rank_and_size(rank: int | None, world_size: int | None, group: dist.Process
     if rank is None or world_size is None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                "torch.distributed is not initialised: call torch.distributed.init_process_group first, "
+                "torch.distributed is not initialized: call torch.distributed.init_process_group first, "
                 "or give both rank and world_size"
             )
         if dist.get_rank(group) < 0:

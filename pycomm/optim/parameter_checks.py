@@ -81,7 +81,7 @@ def _check_memory(name: str, param: torch.Tensor) -> None:
     if not memory.parts:
         raise TypeError(
             f"parameter {name!r}, a {kind} on device {param.device}, has no memory: wanted parameters that are "
-            "materialised (module.to_empty(device=...), then initialised) and not freed"
+            "materialised (module.to_empty(device=...), then initialized) and not freed"
         )
     if memory.text or not is_dense(local):
         raise ValueError(

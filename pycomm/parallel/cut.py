@@ -181,7 +181,7 @@ def cut(
         model: the model.
         stages: for each stage, the names of its modules, such as ``[["embedding", "blocks.0"], ["blocks.1", "head"]]``.
             Of a traced model only the first name of each stage counts: there the stage begins.
-        example: inputs of one microbatch, for a model that is not an ``nn.Sequential``. Tracing fixes the behaviour of
+        example: inputs of one microbatch, for a model that is not an ``nn.Sequential``. Tracing fixes the behavior of
             dropout and batch norms in the model's present mode, training or evaluation. With such modules, a later
             ``train()`` or ``eval()`` to the other mode raises a RuntimeError.
 
@@ -213,7 +213,7 @@ def require_parameters_apart(stages: Mapping[int, nn.Module]) -> None:
     for number, module in stages.items():
         named = list(module.named_parameters())
         if not named:
-            raise ValueError(f"stage {number} has no parameters, wanted some in each stage: join it to a neighbour")
+            raise ValueError(f"stage {number} has no parameters, wanted some in each stage: join it to a neighbor")
         for name, parameter in named:
             other = owners.setdefault(id(parameter), number)
             if other != number:

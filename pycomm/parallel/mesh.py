@@ -33,7 +33,7 @@ _WORDS = Words(differ="the ranks differ on how to {what}: rank 0 has {there!r}, 
 def group_along(mesh: GroupLike, dimension: str) -> dist.ProcessGroup:
     """Return the group of ``mesh`` along ``dimension``; of a one-dimensional mesh or a group, its only group."""
     if not dist.is_initialized():
-        raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
+        raise RuntimeError("torch.distributed is not initialized: call init_process_group first")
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
         names = mesh.mesh_dim_names or ()
         if dimension not in names:
@@ -144,14 +144,14 @@ def mesh(
         The mesh; ``mesh["dp"]`` is one dimension of it.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         TypeError, ValueError: a size is no whole number of at least 1, the sizes do not multiply to the number of
             ranks, tp does not fit into the hosts, or the ranks ask for different meshes (on every rank, before any
             group is made).
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "torch.distributed is not initialised: call torch.distributed.init_process_group() first "
+            "torch.distributed is not initialized: call torch.distributed.init_process_group() first "
             "(under torchrun, or with rank and world_size)"
         )
     sizes_given = {"pp": pp, "dp": dp, "ep": ep, "tp": tp}
@@ -169,7 +169,7 @@ def place(hosts: Sequence[str], tp: int, tp_between_hosts: bool = False) -> list
 
     Args:
         hosts: host of each rank; equal texts are the same host.
-        tp: number of neighbours that must be on one host.
+        tp: number of neighbors that must be on one host.
         tp_between_hosts: whether they may be on several hosts if that is impossible.
     """
     by_host: dict[str, list[int]] = {}

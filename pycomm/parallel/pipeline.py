@@ -72,7 +72,7 @@ class Pipeline:
             two stages give the same tensor.
         TypeError: on every rank: a stage is not a module, ``schedule`` neither a name nor a table, or ``loss`` not a
             function.
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ def mixing(topology: str | Sequence[Any], num_ranks: int, seed: int = 0) -> Mixi
     """Make rounds of mixing. Check custom weights with :func:`pycomm.schedule.verify`.
 
     Args:
-        topology: "ring": both neighbours and the rank itself, a third each. "exponential": half from a rank that is
+        topology: "ring": both neighbors and the rank itself, a third each. "exponential": half from a rank that is
             1, 2, 4, ... ranks away, in turns (Assran et al., "Stochastic gradient push", 2019). "random": random
             pairs, from a cycle of 64 drawings; with an odd number of ranks one sits out. Or a matrix of weights, or
             several that are used in turns.

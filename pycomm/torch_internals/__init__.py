@@ -1,6 +1,6 @@
 """Private names of torch that pycomm uses, each behind a function that describes its use.
 
-A new release of torch may break this package: tests/test_torch_internals.py checks each name's behaviour, and that no
+A new release of torch may break this package: tests/test_torch_internals.py checks each name's behavior, and that no
 other file uses private names. This package has all names of its modules but :mod:`pycomm.torch_internals.pipelines`,
 whose imports of torch take longer than all others, and :mod:`pycomm.torch_internals.wrappers`: few programs need them.
 """

@@ -143,6 +143,6 @@ def has_default_group_only(but: str) -> bool:
 def owns_process_group(group: dist.ProcessGroup) -> bool:
     """Return whether torch still has ``group``: ``destroy_process_group()`` destroys all groups.
 
-    An uninitialised process may have groups, too: newcomers make theirs without a default group.
+    An uninitialized process may have groups, too: newcomers make theirs without a default group.
     """
     return group in distributed_c10d._world.pg_map

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]:
-    """Return the children of ``module`` by name; none if it is only half initialised."""
+    """Return the children of ``module`` by name; none if it is only half initialized."""
     children: Mapping[str, torch.nn.Module | None] = vars(module).get("_modules", {})
     return children
 
@@ -26,7 +26,7 @@ def children_of(module: torch.nn.Module) -> Mapping[str, torch.nn.Module | None]
 def parts_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield ``module`` and all modules inside it, once each, without calling their methods.
 
-    ``modules()`` and ``parameters()`` may be overridden, and fail for a half-initialised module or wrapper (torch's
+    ``modules()`` and ``parameters()`` may be overridden, and fail for a half-initialized module or wrapper (torch's
     OptimizedModule).
     """
     seen, left = {id(module)}, [module]
@@ -48,7 +48,7 @@ def own_parameters(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]
 def hooks_of(module: torch.nn.Module) -> list[OrderedDict[int, Any]]:
     """Return torch's own dicts, which take attributes, of the hooks of forward and after ``load_state_dict``.
 
-    There are none if ``module`` is only half initialised.
+    There are none if ``module`` is only half initialized.
     """
     names = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
     return [found for name in names if isinstance(found := vars(module).get(name), OrderedDict)]
@@ -95,9 +95,9 @@ def buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
 
 
 def keeps_statistics_aside(module: torch.nn.Module) -> bool:
-    """Return whether ``module`` is a normalisation in training mode, whose backward does not use its buffers.
+    """Return whether ``module`` is a normalization in training mode, whose backward does not use its buffers.
 
-    It normalises by the batch and only writes running statistics, but autograd saves them and checks their versions.
+    It normalizes by the batch and only writes running statistics, but autograd saves them and checks their versions.
     """
     return isinstance(module, _NormBase) and module.training and module.track_running_stats
 

@@ -16,7 +16,7 @@ weights), and a microbatch; ``None`` for nothing."""
 class QuietStage(PipelineStage):
     """Stage whose shape inference has no side effects.
 
-    Before the first step, and between training and evaluation, torch runs a stage's module on uninitialised tensors to
+    Before the first step, and between training and evaluation, torch runs a stage's module on uninitialized tensors to
     infer shapes. Running statistics would record them, and an embedding would look up arbitrary indices: so the tensors
     are zeros, and buffers are restored.
     """
@@ -76,7 +76,7 @@ def pipeline_runtime(
 def run_forward(runtime: Any, *inputs: torch.Tensor) -> Any:
     """Run only the forward actions of ``runtime``, without its loss.
 
-    Its ``eval`` goes through the backward actions as well, and fails where a rank has two neighbouring stages.
+    Its ``eval`` goes through the backward actions as well, and fails where a rank has two neighboring stages.
     """
     whole, loss = runtime.pipeline_order_with_comms, runtime._loss_fn
     forward = {rank: [each for each in row if each.computation_type.value in _FORWARD] for rank, row in whole.items()}

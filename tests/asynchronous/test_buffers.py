@@ -85,7 +85,7 @@ def check(model: nn.Module, wanted: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(buffer, wanted[name], rtol=atol, atol=atol)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "train a model with buffers",
     'Each rank keeps its own. `buffers="average"` makes them equal.',

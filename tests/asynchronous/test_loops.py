@@ -49,7 +49,7 @@ def scaler_of(kind: str) -> Any:
     return pycomm.LossScaler(2.0**8) if kind == "own" else torch.amp.GradScaler("cpu", 2.0**8)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "let a scaler skip a step on one rank",
     "The skipped step counts: all ranks average after equally many batches.",
@@ -89,7 +89,7 @@ def leave_out_the_step(model: Any, optimizer: Any) -> None:
 LEFT_OUT: list[Callable[[Any, Any], None]] = [leave_out_after_forward, leave_out_after_zero_grad, leave_out_the_step]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "skip a batch on one rank",
     "Error when it next averages with others; `skip_step()` declares it.",
@@ -125,7 +125,7 @@ def test_a_batch_that_is_left_out_on_purpose_counts() -> None:
         handle.detach()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers", "take different numbers of steps", "Error at the next averaging."
 )
 @on_ranks(2, timeout=TIMEOUT, fresh=True)
@@ -138,7 +138,7 @@ def test_meetings_after_different_numbers_of_steps_are_an_error() -> None:
     handle.detach()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "`the ranks' optimizers differ: ... of parameter group ... is ...`",
     'Causes: a schedule by the local loss, a checkpoint on one rank, a skipped step. If intended: `per_rank=("lr",)`.',
@@ -310,7 +310,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "replace parameters, or use another optimizer",
     "Error. Call `local_sgd` or `gossip` again.",
@@ -402,7 +402,7 @@ def end_early(how: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ", "end the training, or detach, on one rank", "`CommError` at once on ranks that wait for it."
 )
 @pytest.mark.parametrize("how", ["detach", "dropped"])

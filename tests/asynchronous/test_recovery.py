@@ -59,7 +59,7 @@ def test_a_restarted_server_has_the_last_state(mode: str, tmp_path: Path) -> Non
     assert core.shard.num_updates > updates
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "`... cannot be used: ...`",
     "A file of the server is damaged; it loads the previous checkpoint.",

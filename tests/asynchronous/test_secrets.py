@@ -55,7 +55,7 @@ def test_where_the_secret_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         authentication.Access.read()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "serve several hosts without one secret",
     "Error everywhere that says what to set.",

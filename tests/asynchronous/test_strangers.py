@@ -335,7 +335,7 @@ def await_text(caplog: pytest.LogCaptureFixture, text: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "`worker ... is lost, the others go on: ...`",
     "Look at that worker's output. It may come back.",
@@ -516,7 +516,7 @@ def test_nothing_counts_that_comes_after_close(
     server.end(good)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "`process ... is refused: ...`",
     "Two processes were started with one rank.",
@@ -550,7 +550,7 @@ def test_nobody_takes_the_number_of_a_living_worker(
     server.end(later)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "`worker ...: ... of its pushes ...`",
     "A restarted server has lost them.",
@@ -583,7 +583,7 @@ def test_who_says_nothing_does_not_hold_up_the_end(
     silent.close()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "stop a worker, or cut its network",
     "Lost after the `timeout`, once others wait for it.",

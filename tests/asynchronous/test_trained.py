@@ -45,7 +45,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "train something else on a server's worker, or change its rate",
     "Error; nothing is pushed.",
@@ -68,7 +68,7 @@ def test_a_worker_that_trains_something_else_is_told(how: str) -> None:
     server.close()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "step averaged parameters with another optimizer",
     "Error before that step. Call `detach()` or `close()` first.",
@@ -103,7 +103,7 @@ BODIES: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "call `server.step()` without gradients",
     "Error on that worker; nothing is pushed.",
@@ -187,7 +187,7 @@ def use_another_optimizer(model: Any, optimizer: Any) -> Any:
     return torch.optim.SGD(model.parameters(), 0.05)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "`the ranks' optimizers differ: ... of parameter group ... is ...`",
     'Causes: a schedule by the local loss, a checkpoint on one rank, a skipped step. If intended: `per_rank=("lr",)`.',
@@ -198,7 +198,7 @@ def test_gossip_with_another_rate_is_an_error_unless_declared() -> None:
     gossip_until_an_error(use_another_rate, 4, "", per_rank=("lr",))
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "replace parameters, or use another optimizer",
     "Error. Call `local_sgd` or `gossip` again.",
@@ -217,7 +217,7 @@ def test_gossip_that_something_else_steps_is_an_error(change: Callable[[Any, Any
     gossip_until_an_error(change, 12, says)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Local SGD, gossip and parameter servers",
     "skip a batch on one rank",
     "Error when it next averages with others; `skip_step()` declares it.",

@@ -30,7 +30,7 @@ def join(backend: str, prefix: str, timeout: float, rank: int | None = None) -> 
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     '"gloo" on one rank, "pycomm" on the others',
     "`ValueError` on the others; that rank waits for its timeout.",
@@ -94,7 +94,7 @@ CALLS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     "call different operations, sizes, dtypes or reductions",
     "`ValueError` everywhere with each rank's call; nothing is written.",
@@ -134,7 +134,7 @@ def test_wrong_arguments(what: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines", "receive a message into another size", "`ValueError` on the receiver."
 )
 @on_world(2)

@@ -111,7 +111,7 @@ def test_what_is_no_bucket_stays() -> None:
         assert pycomm.collectives.backend.stats(group)["storages_moved"] == 0
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     "`buckets stay in private memory and are copied at each all-reduce: ...`",
     "`/dev/shm` has too little space. Start the container with a larger `--shm-size`.",

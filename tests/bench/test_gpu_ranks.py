@@ -74,7 +74,7 @@ def test_a_rank_on_a_gpu(make: Callable[[Workload], AttachRank]) -> None:
     shown = rank.profile(DENSE)
     assert shown["exposed_seconds"] > 0.0
     assert shown["kernels"] == shown["launches"] == 0
-    rank._synchronise(NONE)
+    rank._synchronize(NONE)
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available, disabling CUDA profiling")
@@ -86,7 +86,7 @@ def test_a_captured_step(make: Callable[[Workload], AttachRank]) -> None:
     assert (found["active"], found["peak_bytes"]) == (True, None)
     assert rank._run.__name__ == "replay"
     assert rank.profile(DENSE)["exposed_seconds"] is None
-    rank._synchronise(NONE)
+    rank._synchronize(NONE)
     assert rank._run == rank._step
 
 
@@ -100,4 +100,4 @@ def test_wrong_averages_are_noticed(make: Callable[[Workload], AttachRank], monk
     monkeypatch.setattr(rank, "_gradients", halved)
     with pytest.raises(AssertionError, match="DDP, gradient_as_bucket_view: the averaged gradient is wrong"):
         rank.verify((NONE, DDP))
-    rank._synchronise(NONE)
+    rank._synchronize(NONE)

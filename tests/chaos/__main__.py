@@ -25,7 +25,7 @@ def main() -> int:
         verdicts.append(judge(fault))
         print(f"[{place}/{len(faults)}] {verdicts[-1]}", flush=True)
         _print_logs(verdicts[-1], options.logs)
-    _summarise(verdicts, options.seed, time.monotonic() - started)
+    _summarize(verdicts, options.seed, time.monotonic() - started)
     return 1 if any(verdict.problems for verdict in verdicts) else 0
 
 
@@ -58,7 +58,7 @@ def _print_logs(verdict: Verdict, in_full: bool) -> None:
             print("\n".join([f"---- rank {rank} wrote, last:", *shown]), flush=True)
 
 
-def _summarise(verdicts: list[Verdict], seed: int, seconds: float) -> None:
+def _summarize(verdicts: list[Verdict], seed: int, seconds: float) -> None:
     rows: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         fault = verdict.fault

@@ -50,7 +50,7 @@ def load_step(folder: Path, run: Training) -> int:
     return int(found["step"])
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints",
     "`checkpoint ... in ... is skipped: ...`",
     "Files are cut, changed or missing; the previous checkpoint is loaded.",
@@ -115,7 +115,7 @@ def test_an_empty_directory_of_its_name(two: Path, run: Training) -> None:
     assert sorted(path.name for path in two.iterdir()) == ["checkpoint-00000010"]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints",
     "`no checkpoint in ... is whole: ...`",
     "A copy was incomplete, or a disk is bad. The text names each damage.",
@@ -330,7 +330,7 @@ class Plain:
         self.a = state["b"]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints",
     "`what was loaded before the error could not be taken back: ...`",
     "Create the objects again before you continue.",

@@ -89,7 +89,7 @@ def test_the_next_save_tells_what_nobody_has_waited_for(tmp_path: Path) -> None:
         assert path.name == "checkpoint-00000001"
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints", "fill the disk", "`OSError` from `wait()` everywhere; the previous checkpoint remains."
 )
 @on_ranks(2)
@@ -127,7 +127,7 @@ def test_no_directory(tmp_path: Path) -> None:
         pycomm.save(tmp_path / "new" / "checkpoints", run.reducer).wait()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints",
     "`..., created by rank 0, is not there: path must be the same on all ranks`",
     "Use a file system that all hosts share.",
@@ -180,7 +180,7 @@ def load_step(folder: str) -> int:
         return step
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints", "kill a rank while it writes", "`CommError` from `wait()`; the previous checkpoint remains."
 )
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -207,7 +207,7 @@ def test_killed_when_all_parts_are_there(new_ranks: Pools, rank_pools: Pools, tm
     assert rank_pools(2).run(load_step, str(tmp_path)) == [1, 1]
 
 
-@pytest.mark.behaviour("Checkpoints", "`... has not written its part within ... s`", "That rank's disk has stopped.")
+@pytest.mark.behavior("Checkpoints", "`... has not written its part within ... s`", "That rank's disk has stopped.")
 @pytest.mark.slow
 @on_ranks(2)
 def test_a_rank_that_never_writes(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_the_end_of_the_process_waits(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["checkpoint-00000001"]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints",
     "`checkpoint ... in ... was not saved: ...`",
     "Training continues; the next `save` or `wait()` raises it.",

@@ -82,7 +82,7 @@ def lose_a_rank_in_save(folder: str, culprit: int, place: str) -> None:
     assert pycomm.load(folder, run.reducer, **run.more) == {"step": 5}
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints", "lose a rank while saving, with `survive`", "That checkpoint is lost; training continues."
 )
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def attached(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *
     return pycomm.attach(optimizer, model, **grouped(timeout=30, **options))
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints",
     "load into another model, optimizer or method",
     "`ValueError` everywhere; nothing is changed. If masters are missing, load before `master_weights`.",
@@ -50,7 +50,7 @@ def test_another_model(tmp_path: Path) -> None:
         reducer.detach()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints",
     "load into another model, optimizer or method",
     "`ValueError` everywhere; nothing is changed. If masters are missing, load before `master_weights`.",
@@ -187,7 +187,7 @@ def test_out_of_order(tmp_path: Path) -> None:
             call(tmp_path, run.reducer)
 
 
-@pytest.mark.behaviour("Checkpoints", "save a model with DTensors", "`TypeError`.")
+@pytest.mark.behavior("Checkpoints", "save a model with DTensors", "`TypeError`.")
 @on_ranks(2)
 def test_parts_of_parameters_are_refused(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
@@ -227,7 +227,7 @@ def test_training_is_of_use(one_rank_group: None) -> None:
         assert isinstance(run, Training)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints",
     "save after replicas have drifted apart",
     "Error everywhere, unless `check_replicas=0`; nothing is written.",

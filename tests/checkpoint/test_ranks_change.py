@@ -49,7 +49,7 @@ def then(folder: str, method: str) -> Any:
         return result
 
 
-@pytest.mark.behaviour("Checkpoints", "load into another number of ranks", "Sums of residuals and velocities are kept.")
+@pytest.mark.behavior("Checkpoints", "load into another number of ranks", "Sums of residuals and velocities are kept.")
 @pytest.mark.parametrize("method", ["dense", "topk", "dgc", "powersgd"])
 @pytest.mark.parametrize(
     ("old", "new"), [(2, 3), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(4, 2), (3, 1), (1, 2)])]

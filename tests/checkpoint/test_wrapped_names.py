@@ -111,7 +111,7 @@ PAIRS = [("plain", "several"), ("checkpoints", "plain"), ("a compiled part", "Da
 NAMES = {f"{layer}.{what}" for layer in ("0", "1", "3.module") for what in ("weight", "bias")}
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Checkpoints", "resume with or without `torch.compile`, or in other wrappers", "The checkpoint loads."
 )
 @pytest.mark.parametrize("old", [False, True], ids=["", "with the names of older releases"])

@@ -85,7 +85,7 @@ def check_output(text: str) -> None:
     assert re.search(rf"\nGained: [\s\S]+\.\nNot gained: [\s\S]+\.\n{write}", text)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Starting and launching",
     "`No network namespaces (...)`",
     "The demo simulates its slow link. Containers require `--cap-add SYS_ADMIN --cap-add NET_ADMIN`; Ubuntu 24.04, "

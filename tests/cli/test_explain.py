@@ -64,7 +64,7 @@ def first_line(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.split("\n")[0]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`the last operations of this rank are in ...`",
     "`pycomm explain` with these files says which rank did something else.",

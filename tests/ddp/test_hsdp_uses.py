@@ -88,7 +88,7 @@ def trained(net: Any, size: int, uses: Uses, rank: int | None) -> dict[str, torc
     return {name: p.detach().clone() for name, p in whole.items()}
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "DistributedDataParallel, HSDP and Horovod",
     "use a layer on some HSDP replicas only",
     "The others contribute zeros.",
@@ -155,7 +155,7 @@ def test_with_residuals_and_another_dtype_replicas_stay_equal() -> None:
                 torch.testing.assert_close(tensor, right[name], rtol=0.02, atol=0.005)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "`... left out a batch: ...`",
     "That rank ran `continue` after forward or `zero_grad()`. Use `skip_batch()` or `veto_step()`; under "

@@ -137,7 +137,7 @@ def unpickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "DistributedDataParallel, HSDP and Horovod",
     "train a `deepcopy` of the wrapper's module",
     "Error before its step. Copy the wrapper, or use `handle.paused()`.",
@@ -268,7 +268,7 @@ def end_early(how: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ", "end the training, or detach, on one rank", "`CommError` at once on ranks that wait for it."
 )
 @pytest.mark.parametrize("how", ["removed", "dropped"])

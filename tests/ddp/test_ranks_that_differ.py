@@ -49,7 +49,7 @@ def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 NUMBERS: dict[str, Any] = {"lr": 0.3, "betas": (0.5, 0.999), "weight_decay": 0.1, "amsgrad": True}
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "`the ranks' optimizers differ: ... of parameter group ... is ...`",
     'Causes: a schedule by the local loss, a checkpoint on one rank, a skipped step. If intended: `per_rank=("lr",)`.',
@@ -122,7 +122,7 @@ def test_per_rank_takes_names() -> None:
             register(model, per_rank=wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "DistributedDataParallel, HSDP and Horovod",
     "step twice on one rank under `pycomm.ddp`",
     "`RuntimeError` everywhere in the next averaged pass.",
@@ -140,7 +140,7 @@ def test_a_second_step_on_one_rank_is_named() -> None:
             step(3)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "`... left out a batch: ...`",
     "That rank ran `continue` after forward or `zero_grad()`. Use `skip_batch()` or `veto_step()`; under "
@@ -163,7 +163,7 @@ def test_a_batch_that_one_rank_leaves_out_is_named() -> None:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "DistributedDataParallel, HSDP and Horovod",
     "let ranks differ under `register_hsdp`",
     "The same errors as under `pycomm.ddp`; rank numbers are the replica group's.",
@@ -206,7 +206,7 @@ def bypass(model: Any) -> None:
     loss_of(model.module, 1, 7).backward()  # which torch's hooks do not see
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "DistributedDataParallel, HSDP and Horovod",
     "write parameters, shards or averages on one rank",
     "Error after 1, 2, 4, ... passes, up to `check_replicas`.",
@@ -230,7 +230,7 @@ def test_parameters_that_drift_apart_are_found_soon(change: Callable[[Any], None
         assert all(map(torch.equal, before, model.parameters()))
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "DistributedDataParallel, HSDP and Horovod",
     "`the optimizer of ... has made ... steps since the last backward pass that was averaged: ...`",
     "Call the wrapper, not its module. If you average yourself: `check_replicas=0`.",
@@ -270,7 +270,7 @@ def test_many_steps_in_which_a_model_takes_no_part_are_right() -> None:
         handle.remove()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "DistributedDataParallel, HSDP and Horovod",
     "write parameters, shards or averages on one rank",
     "Error after 1, 2, 4, ... passes, up to `check_replicas`.",

@@ -19,7 +19,7 @@ from tests.docs.said import GAP, Said, num_words, texts_said
 from tests.docs.scripts import load
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BEHAVIOUR = (ROOT / "docs" / "behaviour.md").read_text(encoding="utf-8")
+BEHAVIOR = (ROOT / "docs" / "behavior.md").read_text(encoding="utf-8")
 
 
 def test_readme_is_short() -> None:
@@ -66,7 +66,7 @@ def texts_in_the_code() -> str:
 
 def texts_told() -> list[str]:
     """Texts on the page: a first cell of a row that has texts in backticks, and nothing beside them."""
-    cells = re.findall(r"^\| (`[^`]+`(?:, `[^`]+`)*) \|", BEHAVIOUR, re.MULTILINE)
+    cells = re.findall(r"^\| (`[^`]+`(?:, `[^`]+`)*) \|", BEHAVIOR, re.MULTILINE)
     return [text for cell in cells for text in re.findall("`([^`]+)`", cell)]
 
 
@@ -178,9 +178,9 @@ def test_texts_of_errors_are_those_of_the_code(text: str) -> None:
 def test_log_lines_and_errors_between_ranks_are_told(said: Said) -> None:
     shown = said.text.replace(GAP, "...")
     assert any(is_found(said, text) for text in errors_told()) or any(part in said.text for part in EXPLAINED), (
-        f"{said.where} says {shown!r}, which docs/behaviour.md does not have. Mark the test that provokes it: "
-        '@pytest.mark.behaviour("<section>", "`<its first words, with ... for what is filled in>`", '
-        '"<what its reader should do>"), and run docs/behaviour.py. If the text itself says all of that, add its '
+        f"{said.where} says {shown!r}, which docs/behavior.md does not have. Mark the test that provokes it: "
+        '@pytest.mark.behavior("<section>", "`<its first words, with ... for what is filled in>`", '
+        '"<what its reader should do>"), and run docs/behavior.py. If the text itself says all of that, add its '
         "first words to EXPLAINED in tests/docs/test_pages.py, with the reason"
     )
 

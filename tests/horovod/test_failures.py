@@ -185,7 +185,7 @@ def test_stalls_are_named_before_they_end(tmp_path: Path) -> None:
         hvd.shutdown()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "DistributedDataParallel, HSDP and Horovod",
     "`operations are not done after ... s, the limit (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): ...`",
     "Ranks asked for different operations; the text lists who did not ask.",

@@ -198,7 +198,7 @@ def test_in_a_group_that_is_there() -> None:
     hvd.barrier()
     hvd.shutdown()
     assert dist.is_initialized()
-    with pytest.raises(ValueError, match="comm: torch.distributed is initialised already"):
+    with pytest.raises(ValueError, match="comm: torch.distributed is initialized already"):
         hvd.init(comm=[0])
     hvd.init(comm=[0, 1])
     hvd.barrier()

@@ -416,7 +416,7 @@ def _drifting(hvd: Any, which: str, optimizer: torch.optim.Optimizer, model: nn.
         optimizer.zero_grad()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "DistributedDataParallel, HSDP and Horovod",
     "let ranks differ under `hvd` with `Min`, `Max`, sparse gradients or your own compression",
     "`ValueError` everywhere in the same step; for writes, at the next comparison. `Adasum` permits other numbers.",
@@ -451,7 +451,7 @@ def test_ranks_that_differ_are_named_where_gradients_go_one_by_one(how: int, whi
             train()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "DistributedDataParallel, HSDP and Horovod", "add parameters to `hvd`'s optimizer", "`ValueError` at the next step."
 )
 @pytest.mark.parametrize("how", [1, 2])

@@ -13,7 +13,7 @@ import pycomm.horovod as hvd
 
 @contextlib.contextmanager
 def horovod() -> Iterator[ModuleType]:
-    """Yield ``pycomm.horovod``, initialised, and shut it down when all ranks are done."""
+    """Yield ``pycomm.horovod``, initialized, and shut it down when all ranks are done."""
     hvd.init()
     try:
         yield hvd

@@ -1,4 +1,4 @@
-"""attach beside what scripts use of torch: averaged weights, parametrizations, synchronised statistics, GANs."""
+"""attach beside what scripts use of torch: averaged weights, parametrizations, synchronized statistics, GANs."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_parametrizations(kind: str, compression: Any) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
-# Synchronised statistics
+# Synchronized statistics
 
 
 @on_ranks(2)

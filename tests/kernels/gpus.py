@@ -64,7 +64,7 @@ class Gpu(ABC):
         return [self.put(tensor) for tensor in tensors]
 
     def garbage(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Any:
-        """Uninitialised, with luck recognisable."""
+        """Uninitialized, with luck recognizable."""
         host = torch.empty(shape, dtype=dtype)
         host.view(-1).view(torch.uint8).fill_(0xA5)
         return self.put(host)

@@ -62,7 +62,7 @@ def test_any_sizes(sizes: list[int], gap: int) -> None:
     assert_close(kernels.squared_norms(tensors), tensors)
 
 
-def test_neither_threads_nor_instructions_nor_neighbours_nor_addresses_change_the_bits() -> None:
+def test_neither_threads_nor_instructions_nor_neighbors_nor_addresses_change_the_bits() -> None:
     tensors = arrays([*BIG, 700_001, 3])
     first = kernels.squared_norms(tensors)
     widest = _native.simd()

@@ -20,7 +20,7 @@ from tests.one_rank.parallel_calls import NO_ARRAYS, NO_COUNTS, Awkward
 
 @contextmanager
 def horovods_world() -> Iterator[None]:
-    """Have Horovod initialised, over the default group that there is."""
+    """Have Horovod initialized, over the default group that there is."""
     with horovod():
         yield
 
@@ -151,12 +151,12 @@ def without_set(process_set: Any) -> None:
 
 
 @contextmanager
-def not_initialised() -> Iterator[None]:
-    """Have Horovod not initialised."""
+def not_initialized() -> Iterator[None]:
+    """Have Horovod not initialized."""
     yield
 
 
-def initialised(**given: Any) -> None:
+def initialized(**given: Any) -> None:
     hvd.init(**given)
     hvd.barrier()
     hvd.shutdown()
@@ -164,13 +164,13 @@ def initialised(**given: Any) -> None:
 
 CALLS: dict[str, Call] = {
     "hvd.init": Call(
-        initialised,
+        initialized,
         lambda: {"comm": None, "process_sets": None},
         {
             "process_sets": (lambda: 5, lambda: "x", lambda: [5], lambda: [hvd.ProcessSet([0])], Awkward),
             "comm": (lambda: 5, lambda: [0], Awkward),
         },
-        not_initialised,
+        not_initialized,
     ),
     "hvd.allreduce": call(
         hvd.allreduce,

@@ -167,9 +167,9 @@ def test_bad_batches(batch: Any, error: type[Exception], says: str) -> None:
             ValueError,
             r"batch has 64 samples, wanted at most per_rank \* world_size = 15 \* 4 = 60",
         ),
-        ({"rank": 0}, RuntimeError, "torch.distributed is not initialised: .* or give both rank and world_size"),
-        ({"world_size": 4}, RuntimeError, "torch.distributed is not initialised"),
-        ({}, RuntimeError, "torch.distributed is not initialised"),
+        ({"rank": 0}, RuntimeError, "torch.distributed is not initialized: .* or give both rank and world_size"),
+        ({"world_size": 4}, RuntimeError, "torch.distributed is not initialized"),
+        ({}, RuntimeError, "torch.distributed is not initialized"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], says: str) -> None:

@@ -53,8 +53,8 @@ def test_schedulers(fuse: Fuse, before: bool) -> None:
         optimizer.step()
         for scheduler in schedulers:
             scheduler.step()
-    travelled = 1 + 1 / 2 + 1 / 8 + 1 / 16
-    assert param.tolist() == [1 - travelled, 2 - travelled, 3 - travelled]
+    traveled = 1 + 1 / 2 + 1 / 8 + 1 / 16
+    assert param.tolist() == [1 - traveled, 2 - traveled, 3 - traveled]
 
 
 @pytest.mark.parametrize("fuse", FUSES)

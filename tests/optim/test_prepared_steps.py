@@ -201,7 +201,7 @@ def test_one_count_set() -> None:
     require_as_torch(small_adam, 8, after=set_count)
 
 
-def test_masters_are_recognised(made: list[plans.StepPlan]) -> None:
+def test_masters_are_recognized(made: list[plans.StepPlan]) -> None:
     """Half-precision parameters beside others; one is written to, one is moved, and the handle is another."""
     params = [nn.Parameter(torch.ones(5, dtype=torch.float16)), nn.Parameter(torch.ones(5)), *small_parameters()[:1]]
     optimizer = Adam(params, lr=0.01)

@@ -98,7 +98,7 @@ def test_wrong_stages_are_refused(stages: list[list[str]], told: str) -> None:
         cut(layers(), stages)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     "tie parameters of two stages, or cut a stage without parameters",
     "`ValueError`.",
@@ -120,7 +120,7 @@ def test_a_model_that_cannot_be_cut_is_refused() -> None:
         cut(nn.Sequential(tied.a, nn.Tanh()), [["0"], ["1"]])
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     "switch a traced stage between training and evaluation",
     "Error. `functional.dropout` keeps its mode silently.",

@@ -26,7 +26,7 @@ MODULE: Any = importlib.import_module("pycomm.parallel.mesh")  # under the name 
         ("abcd", 1, [0, 1, 2, 3]),
     ],
 )
-def test_neighbours_share_a_host(hosts: str, tp: int, wanted: list[int]) -> None:
+def test_neighbors_share_a_host(hosts: str, tp: int, wanted: list[int]) -> None:
     assert MODULE.place(list(hosts), tp) == wanted
 
 
@@ -37,7 +37,7 @@ def test_hosts_without_room_are_refused_unless_that_is_allowed() -> None:
 
 
 def test_without_a_default_group_there_is_no_mesh() -> None:
-    with pytest.raises(RuntimeError, match="torch.distributed is not initialised"):
+    with pytest.raises(RuntimeError, match="torch.distributed is not initialized"):
         parallel.mesh(dp=1)
 
 
@@ -63,7 +63,7 @@ def test_every_dimension_has_groups_that_work() -> None:
 
 
 @on_world(4)
-def test_ranks_of_a_host_are_neighbours() -> None:
+def test_ranks_of_a_host_are_neighbors() -> None:
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MODULE, "host_identity", lambda: f"host {rank % 2}")

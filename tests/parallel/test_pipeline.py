@@ -214,7 +214,7 @@ class Failing(nn.Linear):
         return y
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     "let a pipeline's stage raise",
     "That rank gets the error, the others a `CommError`; the next step works.",

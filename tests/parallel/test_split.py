@@ -178,7 +178,7 @@ REFUSED: list[tuple[nn.Module, Any, str]] = [
 ]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     "split grouped convolutions, or layers inside `nn.MultiheadAttention`",
     "`ValueError` everywhere.",

@@ -39,7 +39,7 @@ LONE: dict[str, tuple[str, Callable[[Training], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Starting and launching",
     "call `save` or `load` under `if rank == 0:`",
     "Error everywhere that names the line. Call them on all ranks; each file is written once.",
@@ -141,7 +141,7 @@ def save_before_a_barrier(folder: str) -> str | None:
     return text
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Starting and launching",
     "`All ranks must call ...(), as this one does at ...`",
     "One rank alone made this call, usually under `if rank == 0:`.",

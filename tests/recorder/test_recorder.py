@@ -204,7 +204,7 @@ class Busy:
         raise RuntimeError("reentrant call")
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`the last operations of this rank are in ...`",
     "`pycomm explain` with these files says which rank did something else.",

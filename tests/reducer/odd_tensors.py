@@ -7,25 +7,25 @@ from torch import nn
 
 
 class Scales:
-    """What a quantised parameter of bitsandbytes keeps beside its bytes."""
+    """What a quantized parameter of bitsandbytes keeps beside its bytes."""
 
     def __init__(self, scale: float) -> None:
         self.absmax = torch.tensor([scale])
 
 
-class Quantised(nn.Parameter):
+class Quantized(nn.Parameter):
     """Bytes whose meaning is in an attribute."""
 
     quant_state: Scales
 
     @classmethod
-    def of(cls, data: torch.Tensor, scale: float) -> Quantised:
-        made: Quantised = torch.Tensor._make_subclass(cls, data.to(torch.uint8), False)
+    def of(cls, data: torch.Tensor, scale: float) -> Quantized:
+        made: Quantized = torch.Tensor._make_subclass(cls, data.to(torch.uint8), False)
         made.quant_state = Scales(scale)
         return made
 
 
-def quantised(x: float, *, by_channel: bool) -> torch.Tensor:
+def quantized(x: float, *, by_channel: bool) -> torch.Tensor:
     values = torch.tensor([[1.0, x], [x, 1.0]])
     if by_channel:
         scales, zeros = torch.tensor([0.1, 0.2]), torch.zeros(2, dtype=torch.int64)

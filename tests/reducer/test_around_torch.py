@@ -71,7 +71,7 @@ def test_an_exception_that_no_forward_notices() -> None:
             model.zero_grad()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters", "use compiled autograd", "Error. `torch.compile` of the model works."
 )
 @pytest.mark.parametrize("fullgraph", [False, True])

@@ -17,7 +17,7 @@ from tests.on_ranks import on_ranks
 from tests.ranks import RankPool
 from tests.reducer.attaching import attached, grouped
 from tests.reducer.models import average_gradients, close, loss_of, losses_at, make_model, sgd
-from tests.reducer.odd_tensors import Quantised, quantised
+from tests.reducer.odd_tensors import Quantized, quantized
 
 
 def frozen(tensor: torch.Tensor) -> nn.Parameter:
@@ -46,14 +46,14 @@ TAKEN: dict[str, Callable[[], torch.Tensor]] = {
     "expanded": lambda: frozen(torch.eye(3).expand(4, 3, 3)),
     "two tensors": lambda: frozen(TwoTensor(torch.eye(2), torch.ones(2, 2))),
     "sparse": lambda: frozen(torch.eye(3).to_sparse()),
-    "scales beside it": lambda: Quantised.of(torch.ones(4), 0.5),
+    "scales beside it": lambda: Quantized.of(torch.ones(4), 0.5),
     "meta": lambda: frozen(torch.empty(3, device="meta")),
     "empty": lambda: frozen(torch.empty(0, 3)),
     "expanded buffer": lambda: torch.eye(3).expand(4, 3, 3),
     "windows": lambda: torch.arange(5.0).as_strided((3, 3), (1, 1)),
     "sparse buffer": lambda: torch.eye(3).to_sparse(),
     "csr buffer": lambda: torch.eye(3).to_sparse_csr(),
-    "quantised buffer": lambda: quantised(0.5, by_channel=True),
+    "quantized buffer": lambda: quantized(0.5, by_channel=True),
     "fp8 buffer": lambda: torch.ones(3).to(torch.float8_e5m2),
     "conjugated buffer": lambda: torch.tensor([1 + 2j]).conj(),
     "buffer of two tensors": lambda: TwoTensor(torch.eye(2), torch.ones(2, 2)),
@@ -61,7 +61,7 @@ TAKEN: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "freeze float8, quantized or sparse parameters",
     "Left alone, or set to rank 0's bytes if they are plain memory.",
@@ -107,7 +107,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], torch.Tensor], str]] = {
         lambda r: frozen(TwoTensor(torch.eye(2), torch.eye(2) * r)),
         "contents of 'side.odd' on rank 1",
     ),
-    "contents of scales": (lambda r: Quantised.of(torch.ones(4), r), "contents of 'side.odd' on rank 1"),
+    "contents of scales": (lambda r: Quantized.of(torch.ones(4), r), "contents of 'side.odd' on rank 1"),
     "contents of a matrix": (lambda r: (torch.eye(2) * (r + 1)).to_sparse(), "contents of 'side.odd' on rank 1"),
     "number of values": (
         lambda r: torch.eye(2 + r).to_sparse(),
@@ -139,7 +139,7 @@ def differ(kind: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "buffers or frozen parameters with another size or dtype on one rank",
     "`ValueError` everywhere.",
@@ -177,7 +177,7 @@ def attach_refused(number: int, guilty: list[int]) -> str:
     return f"{type(caught.value).__name__} {caught.value}"
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "train sparse, complex, float8 or overlapping parameters",
     "`TypeError` or `ValueError` everywhere.",
@@ -214,7 +214,7 @@ def test_gradients_of_another_dtype_are_refused() -> None:
 def test_lazy_tensors_are_named() -> None:
     model = make_model()
     model.append(nn.LazyLinear(3))
-    with pytest.raises(TypeError, match="parameter or buffer '5.weight' is not initialised: first run a forward"):
+    with pytest.raises(TypeError, match="parameter or buffer '5.weight' is not initialized: first run a forward"):
         pycomm.attach(sgd(model[:5]), model)
 
 
@@ -238,7 +238,7 @@ def keyed(how: str) -> str:
     return "attached"
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "`the optimizer state of rank ... does not fit rank ...: ...`",
     '`attach` copies rank 0\'s state. If ranks hold shards: `Tuning(ignore=["optimizer state"])`. Otherwise load it '

@@ -97,7 +97,7 @@ def test_a_bit_of_a_parameter() -> None:
     check_found(training, training.until_found(), "2.weight")
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "let a bit flip in a parameter or average",
     "`CommError` that names the outvoted rank; with `survive`, the others continue.",
@@ -132,7 +132,7 @@ def check_found(training: Training, error: pycomm.CommError, name: str) -> None:
     training.reducer.detach()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "`... is not what the last step left there`",
     "Bits of a residual flipped, or other code wrote them. Replace the machine; load a checkpoint.",

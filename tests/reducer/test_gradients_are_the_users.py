@@ -46,7 +46,7 @@ class Images(nn.Module):
         return self.head(torch.tanh(self.body(x.view(-1, 1, 3, 4))).flatten(1))
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Gradients",
     "replace `.grad`'s memory: `.data =`, `set_()`, `model._apply`",
     "It stays as you left it; the next averages are right.",
@@ -132,7 +132,7 @@ def keep(kept_as: str, method: str, which: int, passes: int) -> None:
         assert reducer.stats()["steps"] == 5
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Gradients", "keep a gradient across steps without a clone", "It keeps its values, at the cost of a copy."
 )
 @pytest.mark.parametrize("method", METHODS)
@@ -246,12 +246,12 @@ def test_residuals_are_nobodys() -> None:
         assert torch.equal(entry["residual"], states[1][name]["residual"])
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "call `model.double()` or `model.cuda()` while attached",
     "Error at the next backward. Call `detach()` first.",
 )
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "`this Reducer no longer takes part after an earlier error: ...`",
     "The end of the text is the error to look at. Attach again, or restart.",

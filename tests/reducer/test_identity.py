@@ -30,7 +30,7 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "train a `deepcopy` of an attached module",
     "Error before its step. Attach the copy, or train it inside `paused()`.",
@@ -114,7 +114,7 @@ def test_an_optimizer_that_gets_a_copys_parameters_later() -> None:
             other.step()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "train a `deepcopy` of an attached module",
     "Error before its step. Attach the copy, or train it inside `paused()`.",
@@ -205,7 +205,7 @@ def test_a_layer_that_comes_beside(attaches: bool) -> None:
     assert attaches or f"'{len(model) - 1}.weight'" in said[0]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "replace layers, or call `load_state_dict(assign=True)`, and train with another optimizer",
     "Error in backward, or at that optimizer's step.",
@@ -225,7 +225,7 @@ def test_parameters_that_nobody_told_of(whole: bool) -> None:
             loss_of(model, rank, 0).backward()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "replace layers, or call `load_state_dict(assign=True)`, and train with another optimizer",
     "Error in backward, or at that optimizer's step.",
@@ -243,7 +243,7 @@ def test_parameters_that_no_forward_showed() -> None:
             other.step()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "`the new parameter ... had different values on the ranks`",
     "No forward of the module showed it. Initialize it from the same seed.",
@@ -292,7 +292,7 @@ def test_functional_calls_exchange_parameters_for_a_while() -> None:
 METHODS = [None, pycomm.TopK(1.0), pycomm.DGC(1.0, momentum=0.5)]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "replace all parameters on all ranks (densification)",
     "Rank 0's values count; old state is dropped.",

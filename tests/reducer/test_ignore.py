@@ -164,7 +164,7 @@ def test_patterns_must_be_equal() -> None:
         pycomm.attach(sgd(model), model, tuning=pycomm.Tuning(ignore=[["experts.*"], ["experts.0.*"]][dist.get_rank()]))
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "`parameters of the module that this optimizer does not have differ between the ranks`",
     "They are not overwritten. Experts: `Tuning(ignore=[...])`. Others: attach them, or use one seed.",
@@ -256,7 +256,7 @@ def loading(folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "load ignored values into another number of ranks",
     "Error. Use the same number, or drop `ignore`.",

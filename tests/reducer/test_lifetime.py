@@ -106,7 +106,7 @@ def test_a_rank_that_ends_well_after_one_step_logs_no_alarm(first: int, end: str
     assert failed == []
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters", "drop the optimizer after `attach` got names only", "Error at the next backward."
 )
 @on_ranks(2)
@@ -235,7 +235,7 @@ def test_control_c_during_attach(new_ranks: Pools, over_hosts: bool) -> None:
     assert took < 40  # of the timeout's 60
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "raise an exception in backward",
     "The pass is dropped. If gradients were already sent: error everywhere.",

@@ -70,7 +70,7 @@ ATTACHED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "change the memory format while attached",
     "Gradients are right; sending takes a copy.",
@@ -274,7 +274,7 @@ class _Removed:
         self.close = handle.remove
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "another memory format on one rank at `attach`, or another shape through `.data`",
     "Error everywhere.",
@@ -311,7 +311,7 @@ class Sum(nn.Module):
         return self.one.square().sum() + self.other.square().sum()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "another memory format on one rank at `attach`, or another shape through `.data`",
     "Error everywhere.",

@@ -59,7 +59,7 @@ def attach_differently(kind: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Starting and launching",
     "`the ranks disagree: ...`",
     "In `attach`: another model, setting or order of parameters, or an argument that depends on the rank.",
@@ -87,7 +87,7 @@ def test_ranks_that_differ(two_ranks: RankPool, kinds: list[str], says: str) -> 
     assert says in messages[0]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "another order of the optimizer's parameters on one rank",
     "`ValueError` everywhere.",
@@ -231,7 +231,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(two_ranks: RankPool, mistake: 
     assert innocent == f"rank 1 could not attach: {guilty}"
 
 
-class Uninitialised(torch.optim.Optimizer):
+class Uninitialized(torch.optim.Optimizer):
     """Wrapper that does not call ``Optimizer.__init__``."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -241,8 +241,8 @@ class Uninitialised(torch.optim.Optimizer):
 @on_ranks(2)
 def test_an_optimizer_without_hooks_is_refused_by_name() -> None:
     model = make_model()
-    with pytest.raises(TypeError, match="optimizer is a Uninitialised whose __init__ has not called"):
-        pycomm.attach(Uninitialised(sgd(model)), model)
+    with pytest.raises(TypeError, match="optimizer is a Uninitialized whose __init__ has not called"):
+        pycomm.attach(Uninitialized(sgd(model)), model)
 
 
 @on_ranks(2)
@@ -260,7 +260,7 @@ def test_without_a_process_group() -> None:
         pycomm.attach(sgd(model), model)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "`backward() ran again on the averaged gradient of ...`",
     "For several passes per step, pass `accumulate=n`. For other losses, use `paused()`. Otherwise `zero_grad()` "
@@ -295,7 +295,7 @@ def test_backward_twice_is_right_for_means() -> None:
             close(p.grad, q.grad)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "raise an exception in backward",
     "The pass is dropped. If gradients were already sent: error everywhere.",
@@ -324,7 +324,7 @@ def test_an_exception_in_backward() -> None:
         assert reducer.stats()["steps"] == 1
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters", "sparse gradients", "`ValueError` in backward. `pycomm.horovod` averages them."
 )
 @on_ranks(2)
@@ -335,7 +335,7 @@ def test_sparse_gradients_are_refused() -> None:
             model(torch.tensor([1, 2])).sum().backward()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Gradients",
     "`the gradient of ... has not been averaged: ...`",
     "For parameters added after `attach`, call the attached module itself, or attach again.",

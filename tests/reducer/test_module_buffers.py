@@ -78,7 +78,7 @@ def change(kinds: list[str], mode: str, guilty: list[int], over: bool) -> list[s
     return found
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "change a buffer's size on one rank, with `buffers=`",
     "`ValueError` everywhere in backward.",
@@ -282,7 +282,7 @@ def test_two_graphs_with_a_buffer_that_backward_needs() -> None:
 
 @on_ranks(2)
 def test_statistics_that_backward_uses_are_not_written_unseen() -> None:
-    """Normalisations in evaluation mode normalise by their buffers."""
+    """Normalizations in evaluation mode normalize by their buffers."""
     rank = dist.get_rank()
     net = normed(nn.BatchNorm1d)
     net[2].eval()

@@ -107,7 +107,7 @@ def train(how: str, write: Callable[[Grads, Grads], None], *, fused: bool) -> No
                 torch.testing.assert_close(old - p.detach(), change, **rough)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Gradients", "write gradients before `clip_grad_norm`, also through NumPy", "The norm is of the new contents."
 )
 @pytest.mark.parametrize("way", WAYS)
@@ -228,7 +228,7 @@ def test_a_step_left_out_after_clipping(to_none: bool) -> None:
         torch.testing.assert_close(p.detach(), torch.zeros_like(p))
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Gradients",
     "write half-precision gradients after `LossScaler.unscale_`, with masters",
     "Error at `step()`, which uses the masters' gradients.",
@@ -276,7 +276,7 @@ BETWEEN: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Gradients",
     "`between clip_grad_norm(), or LossScaler.step(), and the fused step`",
     "The step would multiply what you wrote by the clipping factor. Add penalties and noise before clipping.",

@@ -46,7 +46,7 @@ def test_windows_of_any_length(compression: Any) -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps", "pass a function as `accumulate=`, and step although no pass was the last", "Error."
 )
 @on_ranks(2)
@@ -113,7 +113,7 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 CLEARED = [by_optimizer, to_zeros, by_module, by_hand]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "clear gradients in an accumulation window",
     "Its passes are discarded. On some ranks only: error everywhere.",
@@ -179,7 +179,7 @@ def test_an_exception_in_a_window_that_the_script_clears() -> None:
         optimizer.step()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "clear gradients in an accumulation window",
     "Its passes are discarded. On some ranks only: error everywhere.",

@@ -42,7 +42,7 @@ GIVEN: dict[str, Callable[[Any, DistributedDataParallel], Any]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "attach a model in DistributedDataParallel, also through Fabric or Accelerate",
     "`ValueError`. Train without the wrapper, or use `pycomm.ddp`.",
@@ -72,7 +72,7 @@ def require_averages(model: nn.Module, step: int) -> None:
         close(p.grad, wanted[name])
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "wrap an attached model in DistributedDataParallel",
     "`ValueError` in the wrapper's forward. With `replicate()`, or forwards of parts only: averaged twice.",
@@ -98,7 +98,7 @@ def test_ddp_after_attach(how: str) -> None:
             require_averages(model, 0)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "wrap parameters that `attach` got by name only",
     "Gradients are right, but averaged twice.",
@@ -115,7 +115,7 @@ def test_ddp_around_what_was_given_by_name_averages_again() -> None:
             require_averages(model, step)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "attach FSDP's parameters, or call `fully_shard` later",
     "`TypeError` or `ValueError`; later, an error in backward.",
@@ -163,7 +163,7 @@ def test_parameters_without_memory_are_refused() -> None:
         pycomm.attach(sgd(stepped), stepped)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "register hooks on parameters",
     "They see this rank's gradient before it is averaged, and may change it.",
@@ -194,7 +194,7 @@ def test_hooks_of_others_come_first() -> None:
                 close(p.grad, wanted[name] / 2)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "`the gradient of ... has been removed by another hook on this parameter`",
     "A hook steps and frees gradients during backward. Step after backward.",

@@ -36,7 +36,7 @@ class Gan:
         self.red_g.detach()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps", "run a generator's backward through an attached discriminator", "Use `paused()`."
 )
 @pytest.mark.parametrize("over_hosts", [False, True])
@@ -130,7 +130,7 @@ def left_out_on_purpose(says_so: bool) -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "skip a step on purpose, with error feedback",
     "Call `reducer.skip_step()`; otherwise the next backward is an error.",
@@ -157,7 +157,7 @@ class Sharpness(torch.optim.SGD):
         return loss
 
 
-@pytest.mark.behaviour("Passes and steps", "step a closure that runs two passes", "Both are averaged.")
+@pytest.mark.behavior("Passes and steps", "step a closure that runs two passes", "Both are averaged.")
 @pytest.mark.parametrize("compression", [None, pycomm.TopK(0.5)], ids=repr)
 @on_ranks(2)
 def test_optimizers_that_ask_twice(compression: Any) -> None:

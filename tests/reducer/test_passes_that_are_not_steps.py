@@ -117,7 +117,7 @@ def test_a_pass_inside_paused_is_local(compression: Any, set_to_none: bool, who:
                     assert tensor.abs().max() < 1e-12  # of density 1 nothing is left
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "leave the gradient of a pass inside `paused()` in `.grad`",
     "Error at the next backward or step, and on the other ranks.",
@@ -165,7 +165,7 @@ def leftover_of_one_rank(over_hosts: bool) -> str:
     return str(raised.value)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "leave the gradient of a pass inside `paused()` in `.grad`",
     "Error at the next backward or step, and on the other ranks.",
@@ -224,7 +224,7 @@ def one_extra(named: bool, over_hosts: bool, compression: Any) -> str:
     return str(raised.value)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "`the ranks are out of step: ...`",
     "A rank ran a pass or step that others did not: look for `if rank == 0:`. Put local passes into `paused()`.",

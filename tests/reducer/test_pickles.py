@@ -67,7 +67,7 @@ def loaded(file: io.BytesIO) -> Any:
         return torch.load(file, weights_only=True)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "`torch.save` an attached module",
     "It loads as an ordinary module, without pycomm.",

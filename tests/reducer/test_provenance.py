@@ -44,7 +44,7 @@ def by_func(model: nn.Module, rank: int, step: int) -> None:
 WAYS = {"autograd.grad": by_hand, "func.grad": by_func}
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Gradients",
     "write `.grad` from `torch.autograd.grad` or `torch.func.grad`, and step",
     "Error before anything is written. Call `reducer.reduce()` first.",
@@ -77,7 +77,7 @@ def update_by_hand(model: nn.Module, rank: int, step: int) -> None:
             param.sub_(0.1 * grad)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Gradients",
     "`... no backward() or reduce() of all ranks has averaged any: ...`",
     "You update by `param.sub_(...)`. Write `.grad` and call `reduce()`. Local updates belong in `paused()`.",
@@ -142,7 +142,7 @@ def one_of_them(how: str) -> None:
             run()
 
 
-@pytest.mark.behaviour("Gradients", "step twice on the same averages", "Error, at once also on the other ranks.")
+@pytest.mark.behavior("Gradients", "step twice on the same averages", "Error, at once also on the other ranks.")
 @pytest.mark.parametrize("how", ["shared_memory", "tcp", "torch"])
 @on_ranks(2, fresh=True)
 def test_two_steps_on_one_rank(how: str) -> None:
@@ -417,7 +417,7 @@ def leave_with(how: str) -> None:
     reducer.detach()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ", "end the training, or detach, on one rank", "`CommError` at once on ranks that wait for it."
 )
 @pytest.mark.parametrize("how", ["shared_memory", "tcp"])
@@ -457,7 +457,7 @@ def test_a_rank_whose_training_is_garbage_is_named_soon(new_ranks: Any) -> None:
     ranks.run(leave_the_function)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Gradients",
     "step attached parameters with another optimizer",
     "Error on gradients that were not averaged, unless the pass was inside `paused()`.",

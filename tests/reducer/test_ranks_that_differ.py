@@ -41,7 +41,7 @@ def change(optimizer: torch.optim.Optimizer, key: str, value: Any, ranks: tuple[
 CHANGES = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01, "nesterov": True, "own": 3}
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "`the ranks' optimizers differ: ... of parameter group ... is ...`",
     'Causes: a schedule by the local loss, a checkpoint on one rank, a skipped step. If intended: `per_rank=("lr",)`.',
@@ -190,7 +190,7 @@ def test_a_rate_that_all_set_for_the_step_is_right() -> None:
         assert reducer.stats()["steps"] == 4
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "another loss scale on one rank",
     "`ValueError` everywhere. Load and `update()` the scaler on all ranks.",
@@ -220,7 +220,7 @@ def test_loss_scales_that_differ(kind: Any) -> None:
                     loss.backward()
 
 
-@pytest.mark.behaviour("Ranks that differ", "call `set_weight` on some ranks", "Error everywhere.")
+@pytest.mark.behavior("Ranks that differ", "call `set_weight` on some ranks", "Error everywhere.")
 @on_ranks(2)
 def test_weights_on_one_rank_only() -> None:
     rank, model = dist.get_rank(), make_model()
@@ -256,7 +256,7 @@ def skip(where: str, model: nn.Module, optimizer: torch.optim.Optimizer, steps: 
             optimizer.zero_grad()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "`... left out a batch: ...`",
     "That rank ran `continue` after forward or `zero_grad()`. Use `skip_batch()` or `veto_step()`; under "
@@ -328,7 +328,7 @@ def test_a_part_that_one_rank_does_not_use_is_right() -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "`... is in evaluation mode (eval()) on ..., and in training mode on ...`",
     '`model.train()` was forgotten. If intended: `Tuning(per_rank=("training",))`.',
@@ -358,7 +358,7 @@ def test_modes_that_may_differ() -> None:
         assert reducer.stats()["steps"] == 5
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "`accumulate's function has ended this window after a number of backward passes that is ...`",
     "Ranks ran out of batches at different times. Call `set_weight(num_samples)`; a second such window is an error.",
@@ -407,7 +407,7 @@ def test_a_pass_left_out_of_a_window() -> None:
             run()
 
 
-@pytest.mark.behaviour("Ranks that differ", "evaluate, or inspect gradients of inputs, on one rank", "No error.")
+@pytest.mark.behavior("Ranks that differ", "evaluate, or inspect gradients of inputs, on one rank", "No error.")
 @pytest.mark.parametrize(
     "how", ["eval", "eval, trained so before", "no_grad", "paused", "used", "submodule", "zero_grad in paused"]
 )
@@ -496,7 +496,7 @@ def test_two_losses_in_a_step_are_right() -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "forget `zero_grad()` on one rank",
     "Error everywhere. On all ranks: as in torch; with `shard`, an error.",
@@ -538,9 +538,7 @@ def test_zero_grad_forgotten_on_all_ranks_is_as_in_torch() -> None:
 # Frozen and new parameters, parameters that drift
 
 
-@pytest.mark.behaviour(
-    "Ranks that differ", "freeze, remove, add or replace parameters on one rank", "Error everywhere."
-)
+@pytest.mark.behavior("Ranks that differ", "freeze, remove, add or replace parameters on one rank", "Error everywhere.")
 @on_ranks(2, 3)
 def test_a_layer_frozen_on_one_rank() -> None:
     model = make_model()
@@ -560,9 +558,7 @@ def test_a_layer_frozen_on_all_ranks_is_right() -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.behaviour(
-    "Ranks that differ", "freeze, remove, add or replace parameters on one rank", "Error everywhere."
-)
+@pytest.mark.behavior("Ranks that differ", "freeze, remove, add or replace parameters on one rank", "Error everywhere.")
 @pytest.mark.parametrize("what", ["a parameter", "a group"])
 @on_ranks(2, 3)
 def test_parameters_removed_on_one_rank(what: str) -> None:
@@ -588,9 +584,7 @@ def added(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": list(model[-1].parameters())})
 
 
-@pytest.mark.behaviour(
-    "Ranks that differ", "freeze, remove, add or replace parameters on one rank", "Error everywhere."
-)
+@pytest.mark.behavior("Ranks that differ", "freeze, remove, add or replace parameters on one rank", "Error everywhere.")
 @pytest.mark.parametrize("over_hosts", [False, True])
 @pytest.mark.parametrize("hooked", [True, False], ids=["forward", "no forward"])
 @on_ranks(2)
@@ -613,7 +607,7 @@ def test_a_group_added_on_one_rank(hooked: bool, over_hosts: bool) -> None:
             steps()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "write to a parameter, or load a model, on one rank",
     "Error in the next reduction if the model is small or all parameters changed; otherwise within 64.",

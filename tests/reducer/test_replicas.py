@@ -59,7 +59,7 @@ def test_a_last_bit_is_found(two_ranks: RankPool, compression: Any) -> None:
         assert "the largest difference is" in says
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "`the replicas differ after ... reductions: parameter ...`",
     "One rank wrote parameters, used another rate, or stepped on local gradients. Attach again to make replicas equal.",
@@ -99,7 +99,7 @@ def test_what_is_set_up_differently_shows_after_one_step(two_ranks: RankPool) ->
         assert "the replicas differ after 1 reductions: parameter '0.bias' differs between rank 0 and rank 1" in says
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Ranks that differ",
     "write to a parameter, or load a model, on one rank",
     "Error in the next reduction if the model is small or all parameters changed; otherwise within 64.",
@@ -183,7 +183,7 @@ def other_processors(factor: float) -> list[str]:
     return said
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "train on processors that round differently",
     "Warning up to 0.001 of the largest magnitude, then error.",
@@ -260,7 +260,7 @@ def buffers(how: str) -> tuple[list[str], dict[str, list[float]], int]:
     return logged, {name: b.double().tolist() for name, b in model.named_buffers()}, steps
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "`buffer ... differs between the ranks: each rank keeps its own`",
     'Normal for BatchNorm. Before one rank evaluates for all: `buffers="broadcast"` or `"average"`.',
@@ -317,7 +317,7 @@ def part_of_the_model(how: str) -> list[str]:
     return said
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "`these parameters of the module get gradients, but are no parameters of the optimizer`",
     "Attach their optimizer, freeze them, or set `Tuning(all_parameters=True)`. If they are local: "

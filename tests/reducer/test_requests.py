@@ -37,7 +37,7 @@ def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 # A veto
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps", "call `veto_step()` on any rank before or during backward", "All ranks discard the step."
 )
 @pytest.mark.pairwise
@@ -92,7 +92,7 @@ def test_a_veto_with_a_scaler(own: bool, shard: str | None) -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps", "call `veto_step()` after backward", "Error. After `step()`, it applies to the next step."
 )
 @on_ranks(2)
@@ -176,7 +176,7 @@ def test_a_step_that_is_left_out_with_a_scaler_that_attach_was_not_given(how: st
             scaler.step(optimizer)
 
 
-@pytest.mark.behaviour("Passes and steps", "call `veto_step()` with `shard`", "Requires `loss_scaler=`, as on GPUs.")
+@pytest.mark.behavior("Passes and steps", "call `veto_step()` with `shard`", "Requires `loss_scaler=`, as on GPUs.")
 @on_ranks(2)
 def test_what_does_not_go_with_a_veto() -> None:
     model = make_model(dtype=torch.float32)
@@ -189,7 +189,7 @@ def test_what_does_not_go_with_a_veto() -> None:
 # A step without a batch
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps", "call `skip_batch()` on a rank without a batch", "The mean is over the other ranks."
 )
 @pytest.mark.parametrize("compression", [None, pycomm.FP16(), pycomm.TopK(1.0)], ids=repr)
@@ -335,7 +335,7 @@ def test_a_window_half_full() -> None:
         assert_replicas_equal(model)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps", "call `skip_batch()` with `survive`", "Requires `set_weight` before each backward, as on GPUs."
 )
 @pytest.mark.parametrize("options", [{"on_failure": "shrink"}], ids=str)

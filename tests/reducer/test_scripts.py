@@ -74,7 +74,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "record an attached model by `torch.jit`, `torch.export` or `torch.fx`",
     "The recording has no hooks of pycomm.",

@@ -46,7 +46,7 @@ class Watched(Training):
         self.reducer.detach()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`rank ... is slow: the others have waited ... s for it in this step`",
     "If it repeats: another process on its cores, or its data loader.",

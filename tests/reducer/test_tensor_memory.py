@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from pycomm.collectives import tensor_memory
 from pycomm.collectives.tensor_memory import comparable, digests_of, memory_of
-from tests.reducer.odd_tensors import Quantised, overlapping, quantised
+from tests.reducer.odd_tensors import Quantized, overlapping, quantized
 
 PLAIN: list[Callable[[], torch.Tensor]] = [
     lambda: torch.arange(12.0).view(3, 4),
@@ -64,12 +64,12 @@ ODD: dict[str, Callable[[float], torch.Tensor]] = {
     "sparse": lambda x: torch.diag(torch.tensor([1.0, x])).to_sparse(),
     "csr": lambda x: torch.diag(torch.tensor([1.0, x])).to_sparse_csr(),
     "csc": lambda x: torch.diag(torch.tensor([1.0, x])).to_sparse_csc(),
-    "quantised": lambda x: quantised(x, by_channel=False),
-    "quantised by channel": lambda x: quantised(x, by_channel=True),
+    "quantized": lambda x: quantized(x, by_channel=False),
+    "quantized by channel": lambda x: quantized(x, by_channel=True),
     "mkldnn": lambda x: torch.full((2, 2), x).to_mkldnn(),
     "nested": lambda x: torch.nested.nested_tensor([torch.full((2,), x), torch.ones(3)]),
     "jagged": lambda x: torch.nested.nested_tensor([torch.full((2,), x), torch.ones(3)], layout=torch.jagged),
-    "scales beside it": lambda x: Quantised.of(torch.ones(4), x),
+    "scales beside it": lambda x: Quantized.of(torch.ones(4), x),
     "overlapping with gaps": overlapping,
 }
 
@@ -103,7 +103,7 @@ def test_tensors_without_memory() -> None:
         fake = torch.ones(3)
     for tensor in (torch.empty(3, device="meta"), freed, fake):
         assert memory_of(tensor).parts == ()
-    with pytest.raises(TypeError, match="is not initialised: first run a forward"):
+    with pytest.raises(TypeError, match="is not initialized: first run a forward"):
         memory_of(nn.LazyLinear(3).weight)
 
 

@@ -117,7 +117,7 @@ def refusal(names: tuple[str, str], call: str) -> str:
     return rf"'{names[0]}' and '{names[1]}' are two tensors in the same memory .* and {call} .* would separate them"
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Wrappers, copies and parameters",
     "tie parameters by `.data` with `shard=`",
     "`ValueError` everywhere. Without `shard=`, they stay tied.",

@@ -27,7 +27,7 @@ def without_batch(model: Any, reducer: Any, way: str) -> None:
         (loss_of(model, 0, 0) * float("nan")).backward()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "call `flush()` on a rank that has fewer batches",
     "It counts as zeros; after `set_weight(0)`, not at all.",

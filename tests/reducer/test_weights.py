@@ -133,7 +133,7 @@ def test_not_in_the_middle_of_a_window() -> None:
         reducer.flush()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "call `set_weight` with `accumulate` above 1",
     "Do not divide the loss by the passes; a log line says so.",

@@ -93,7 +93,7 @@ def evaluate(model: nn.Module, rank: int, step: int) -> None:
     loss_of(model, rank, step).backward()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "compute gradients at weights that differ by rank (SAM, MAML)",
     "The average is right if you restore the weights; otherwise an error before the step.",
@@ -176,7 +176,7 @@ def test_a_rank_that_perturbs_alone_is_not_left_behind(new_ranks: Pools, survive
         assert (step, world, says) == (9, (0, 1, 2), "")
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "compute gradients at weights that differ by rank (SAM, MAML)",
     "The average is right if you restore the weights; otherwise an error before the step.",
@@ -250,7 +250,7 @@ def test_a_skipped_step_puts_the_question_off() -> None:
 # What steps the parameters.
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Passes and steps",
     "`backward() runs again before an optimizer.step() has used the last averages`, `optimizer.step() has not used "
     "the last averaged gradients`",
@@ -334,7 +334,7 @@ def clamping() -> nn.Module:
     return nn.Sequential(Clamping(12, 5)).double()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "write parameters in forward, draw random numbers in the step, or step on rewritten gradients",
     "Error that names this cause. Do the same on all ranks; clip inside `paused()`, then `reduce()`.",
@@ -362,7 +362,7 @@ def test_a_forward_that_writes_parameters_is_the_cause(make: Any, loss: Any, say
     handle.remove() if way == "ddp" else handle.detach()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "write parameters in forward, draw random numbers in the step, or step on rewritten gradients",
     "Error that names this cause. Do the same on all ranks; clip inside `paused()`, then `reduce()`.",
@@ -409,7 +409,7 @@ def test_generators_that_differ_and_are_not_drawn_from_are_no_cause() -> None:
     assert_only_cause("drift", str(raised.value))
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Replicas, buffers and state",
     "write parameters in forward, draw random numbers in the step, or step on rewritten gradients",
     "Error that names this cause. Do the same on all ranks; clip inside `paused()`, then `reduce()`.",

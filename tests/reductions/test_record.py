@@ -18,22 +18,22 @@ from tests.on_ranks import on_ranks
 from tests.reducer.models import loss_of, make_model, sgd
 
 
-class Flavour(Field):
-    """Attribute ``flavour`` of the module."""
+class Flavor(Field):
+    """Attribute ``flavor`` of the module."""
 
-    name, form = "flavour", str
+    name, form = "flavor", str
 
     @classmethod
     def of(cls, source: Source) -> Field | None:
         module: Any = source.module()
-        return None if module is None else cls(lambda: getattr(module, "module", module).flavour, source)
+        return None if module is None else cls(lambda: getattr(module, "module", module).flavor, source)
 
     def check(self, by_rank: Mapping[int, Any], details: Details) -> None:
         if len(set(by_rank.values())) > 1:
-            raise ValueError(f"the flavours differ: {values_text(by_rank)}")
+            raise ValueError(f"the flavors differ: {values_text(by_rank)}")
 
 
-def flavoured(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Callable[[int], None]:
+def flavored(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Callable[[int], None]:
     """Return a step of the training loop."""
 
     def step(number: int) -> None:
@@ -48,9 +48,9 @@ def flavoured(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Calla
 @on_ranks(2)
 def test_ranks_that_change_it_differently_raise_its_error(way: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fields, "FIELDS", [*fields.FIELDS, Flavour])
+        patch.setattr(fields, "FIELDS", [*fields.FIELDS, Flavor])
         model: Any = make_model()
-        model.flavour = "sweet"
+        model.flavor = "sweet"
         trained, optimizer = model, sgd(model)
         if way == "ddp":
             trained = DistributedDataParallel(model)
@@ -59,26 +59,26 @@ def test_ranks_that_change_it_differently_raise_its_error(way: str) -> None:
             pycomm.attach(optimizer, model)
         else:
             getattr(pycomm, way)(optimizer, model, every=1, timeout=30)
-        step = flavoured(optimizer, trained)
+        step = flavored(optimizer, trained)
         step(0)
         if dist.get_rank() == 1:
-            model.flavour = "sour"
-        with pytest.raises(ValueError, match="the flavours differ: sweet on rank 0, sour on rank 1"):
+            model.flavor = "sour"
+        with pytest.raises(ValueError, match="the flavors differ: sweet on rank 0, sour on rank 1"):
             step(1)
 
 
 @on_ranks(2)
 def test_a_worker_that_changes_it_raises_its_error_before_a_push() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fields, "FIELDS", [*fields.FIELDS, Flavour])
+        patch.setattr(fields, "FIELDS", [*fields.FIELDS, Flavor])
         model: Any = make_model()
-        model.flavour = "sweet"
+        model.flavor = "sweet"
         server = pycomm.parameter_server(sgd(model), model, servers=1, timeout=30)
         if server.is_worker:
             server.pull()
             loss_of(model, 0, 0).backward()
-            model.flavour = "sour"
-            with pytest.raises(ValueError, match="the flavours differ: sweet on rank 0, sour on rank 1"):
+            model.flavor = "sour"
+            with pytest.raises(ValueError, match="the flavors differ: sweet on rank 0, sour on rank 1"):
                 server.push()
         server.close()
 
@@ -86,8 +86,8 @@ def test_a_worker_that_changes_it_raises_its_error_before_a_push() -> None:
 @on_ranks(2)
 def test_processes_that_meet_a_server_with_different_ones_raise_its_error() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fields, "FIELDS", [*fields.FIELDS, Flavour])
+        patch.setattr(fields, "FIELDS", [*fields.FIELDS, Flavor])
         model: Any = make_model()
-        model.flavour = "sour" if dist.get_rank() else "sweet"
-        with pytest.raises(ValueError, match="the flavours differ: sweet on rank 0, sour on rank 1"):
+        model.flavor = "sour" if dist.get_rank() else "sweet"
+        with pytest.raises(ValueError, match="the flavors differ: sweet on rank 0, sour on rank 1"):
             pycomm.parameter_server(sgd(model), model, servers=1, timeout=30)

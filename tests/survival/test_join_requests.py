@@ -251,7 +251,7 @@ def test_what_is_answered_cannot_write_to_the_terminal(
     assert ("does not know PYCOMM_SECRET" in str(caught.value)) == (proof == "wrong")
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`the job at ... has ended, or its store can no longer be reached: ...`",
     "Start newcomers while the job runs.",

@@ -70,7 +70,7 @@ def test_the_step_is_reduced_again_over_those_that_are_left(
     assert len(told[0]["losses"]) == plan.steps * plan.accumulate, "a backward pass was repeated"
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`... ranks go on`",
     "With `survive`: says who was lost, and why, or who has joined.",
@@ -103,7 +103,7 @@ def errors_of(outcomes: list[RankOutcome], rank: int, *others: int) -> BaseExcep
     return error
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`this rank was left behind: it ...`",
     "It was stopped or slow; the others continue without it.",
@@ -191,7 +191,7 @@ def test_the_memory_of_the_old_world_is_released_at_once(new_ranks: Pools, metho
         assert after < before
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks", "`... ranks are left, fewer than min_ranks=...`", "The training ends."
 )
 def test_too_few_are_left(new_ranks: Pools) -> None:

@@ -33,7 +33,7 @@ def test_no_rank_can_shrink_the_page_of_the_others() -> None:
         assert sorted(page.read(1)) == [0, 1]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`rank ... cannot open a file of rank 0's (...): ...`",
     "The ranks have different users, or `/proc` is hidden. The end says what does not work.",

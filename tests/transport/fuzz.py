@@ -177,7 +177,7 @@ def main() -> int:
                 print(f"{done} calls, {done / (said - start):.0f} per second, {len(failures)} failed", flush=True)
     print(f"{done} calls, {done / (time.monotonic() - start):.0f} per second, {len(failures)} failed")
     if arguments.keep_going:
-        _summarise(failures)
+        _summarize(failures)
     return 1 if failures else 0
 
 
@@ -198,7 +198,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _summarise(failures: list[Failure]) -> None:
+def _summarize(failures: list[Failure]) -> None:
     alike: dict[tuple[Any, ...], list[Failure]] = {}
     for failure in failures:
         what = re.sub(r"\d+(\.\d+)?|0x[0-9a-f]+", "#", failure.problems[0])

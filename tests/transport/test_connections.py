@@ -373,7 +373,7 @@ def test_all_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert f"{quiet}: it accepts connections, but no rank answers there" in text
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`rank ... did not connect to ...`",
     "Set `PYCOMM_SOCKET_IFNAME=eth0`. Firewalls: `PYCOMM_PORT_RANGE=50000-50100`. Translated addresses: "

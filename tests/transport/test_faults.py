@@ -39,7 +39,7 @@ def endless_all_reduce(flag: str) -> str:
     return "no error"
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`rank ... died`",
     "Look at its output, then in the kernel log for an out-of-memory kill.",
@@ -89,7 +89,7 @@ def wait_for_nobody() -> tuple[str, int | None, float]:
     return str(error), error.peer, error.elapsed
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`timed out waiting for rank ...`",
     "That rank is alive, but did not call this operation: stuck, stopped or elsewhere.",
@@ -114,7 +114,7 @@ def leave_early() -> str:
     return str(caught.value)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`rank ... gave up (...)`",
     "That rank closed its communicator, for the reason in brackets.",

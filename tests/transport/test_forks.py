@@ -28,7 +28,7 @@ def fork(job: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines", "write to shared memory in a forked child", "Only its copy changes."
 )
 @on_ranks(2)
@@ -52,7 +52,7 @@ def test_a_childs_writes_are_its_own() -> None:
         assert (x == 12).all()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     "use a communicator in a forked child (a DataLoader worker)",
     "`CommError` at once.",

@@ -63,7 +63,7 @@ def test_real_numbers_get_the_same_bits_everywhere() -> None:
 @pytest.mark.parametrize("hosts", ["aabb", "abbb", "abbc"])
 @on_ranks(4)
 def test_several_segments(hosts: str) -> None:
-    """They overlap: while one is between the hosts, its neighbours are on theirs."""
+    """They overlap: while one is between the hosts, its neighbors are on theirs."""
     with communicator_on(hosts) as communicator:
         rank, size = communicator.rank, communicator.size
         for count, dtype, memory in ((2_500_001, torch.float32, "empty"), (3_000_000, torch.int32, "tensor")):
@@ -152,7 +152,7 @@ def test_mistakes_are_told_to_all_ranks() -> None:
         assert bool((x == 4).all())
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     '`transport="shared_memory"` over several hosts, containers or users',
     '`ValueError`. Leave it at "auto".',
@@ -208,7 +208,7 @@ def test_hosts() -> None:
     assert hosts_of(0, [{"host": host} for host in "aa"]).are_one
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`... are on one machine but share no memory, as they differ in ...`",
     "They exchange messages, which is slower. Containers must share what the text lists.",
@@ -238,7 +238,7 @@ def denied(_num_bytes: int) -> int:
     raise PermissionError(1, "Operation not permitted")
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`rank ... is denied memory that processes share (...)`",
     "The sandbox of that rank forbids it; messages are used.",

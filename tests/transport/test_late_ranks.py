@@ -88,7 +88,7 @@ KINDS: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`... not come to ... for ... s: the others wait for ...`",
     "That rank is slow, stuck or elsewhere: run `py-spy dump --pid`. Waits on GPUs are not logged.",

@@ -158,7 +158,7 @@ class HangingStore(HashStore):
         return False
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`the process group's store, asked about ...`",
     "The store's process, torchrun's agent or rank 0, has ended or hangs.",

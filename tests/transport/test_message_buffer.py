@@ -32,7 +32,7 @@ def error_of_sending(ranks: SharedMemoryTransport, x: torch.Tensor, dst: int) ->
     return ""
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     "buffer messages that nobody receives",
     "`send` waits above `PYCOMM_BUFFER_BYTES`: 1 GiB, or a quarter of the memory if that is less.",
@@ -104,7 +104,7 @@ def test_both_send_more_than_fits_with_receives_posted() -> None:
         communicator.barrier()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     "`no room: at most ... bytes may be buffered (PYCOMM_BUFFER_BYTES), in use are: ...`",
     "A receive is missing. For large messages, raise the limit on all ranks.",

@@ -199,7 +199,7 @@ def test_arguments_of_the_constructor() -> None:
             Communicator(timeout=timeout)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Collectives, messages and pipelines",
     "`shared memory: ... MiB needed for a block of ... MiB, ... MiB found (...)`",
     "The host or container lacks memory; the size of `/dev/shm` does not matter.",

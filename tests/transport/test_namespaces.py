@@ -34,7 +34,7 @@ def outcomes(count: int, case: str, own: dict[int, dict[str, str]] | None = None
     return [json.loads(text.splitlines()[-1]) if text.strip() else None for text in told]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`the host of rank ..., ..., has acknowledged nothing for ... s`",
     "Host or network is down. `PYCOMM_DEAD_AFTER` sets the seconds (10).",
@@ -129,7 +129,7 @@ def test_a_firewall_is_named_with_the_address(where: str) -> None:
         assert outcome["seconds"] < 10, outcome
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Lost, late and unreachable ranks",
     "`..., whose host acknowledges small packets, but none of ... bytes`",
     "Set the interfaces' MTU to the path's, or `PYCOMM_TCP_MSS=1200` on all ranks.",

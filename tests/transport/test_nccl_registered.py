@@ -249,7 +249,7 @@ def test_a_rank_that_makes_no_window_is_missed(fake: Fake, waits: list[int]) -> 
         member.close()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Starting and launching",
     "`no memory is registered with NCCL`, `messages are registered with NCCL, but are no symmetric windows`",
     "Same results, slower. The brackets say what is too old or turned off.",
@@ -284,7 +284,7 @@ def test_what_nccl_is_too_old_for_is_in_the_log_once(
         member.close()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Starting and launching",
     "`NCCL has started, for torch, without NCCL_LAUNCH_ORDER_IMPLICIT=1`",
     "NCCL reads it once. Write `NCCL_LAUNCH_ORDER_IMPLICIT=1 torchrun ...`.",

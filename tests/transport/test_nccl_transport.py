@@ -159,7 +159,7 @@ def test_algorithms(fake: Fake) -> None:
         assert str(outcome) == "the ranks disagree: rank 1 has algorithm 'ring', rank 0 'native'"
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Starting and launching", "`ranks ... and ... are on the same GPU`", "Call `torch.cuda.set_device(local_rank)`."
 )
 def test_ranks_on_one_gpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +271,7 @@ def test_one_rank_in_a_capture(fake: Fake) -> None:
         member.close()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Starting and launching",
     "`the NVIDIA driver supports CUDA ..., and NCCL requires 12.3`",
     "pycomm's and torch's operations on a GPU can deadlock. Install a newer driver.",

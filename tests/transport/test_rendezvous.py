@@ -153,7 +153,7 @@ def test_another_namespace_is_another_host(kind: str) -> None:
     assert made.stdout.strip() != host_identity()
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Starting and launching",
     "`rank ... did not arrive`",
     "It did not call `attach` or `Communicator(...)` within the timeout: slow, dead, or elsewhere in the script.",

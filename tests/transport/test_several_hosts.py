@@ -22,5 +22,5 @@ def test_two_hosts_with_two_ranks_each() -> None:
     assert [rank["transport"] for rank in found] == ["hierarchical"] * 4
     assert all(rank["sums"] == found[0]["sums"] for rank in found)
     num_bytes = 4 * COUNT
-    for rank in found:  # each host's link carries the array once; headers, acknowledgements and barriers besides
+    for rank in found:  # each host's link carries the array once; headers, acknowledgments and barriers besides
         assert num_bytes <= rank["bytes"] < 1.1 * num_bytes

@@ -14,7 +14,7 @@ inline constexpr uint32_t kInfKey = 0x7f800000u;
 
 // Of fewer elements, all are looked at: sampling would cost more than it saves.
 inline constexpr int64_t kLeastSampled = 8192;
-inline constexpr int64_t kSampleRun = 32;  // neighbours that are sampled together: two cache lines
+inline constexpr int64_t kSampleRun = 32;  // neighbors that are sampled together: two cache lines
 
 // Where a sample is taken from `count` >= kLeastSampled elements: at fixed places, a sixteenth of them at most.
 struct SamplePlan {

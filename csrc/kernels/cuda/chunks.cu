@@ -260,9 +260,9 @@ struct ChunkEntries {
             }
             const uint32_t one = field(m), lowest_bits = one & ((1u << layout.low) - 1), code = one >> layout.low;
             const auto index = static_cast<int64_t>(at - m) << layout.low | lowest_bits;
-            // Only neighbours among the upper bits may have the same higher ones.
-            const bool has_neighbour = at > 0 && (upper((at - 1) / 32) >> ((at - 1) % 32) & 1u) != 0;
-            if (index >= layout.count || (has_neighbour && lowest_bits <= lowest(m - 1))) {
+            // Only neighbors among the upper bits may have the same higher ones.
+            const bool has_neighbor = at > 0 && (upper((at - 1) / 32) >> ((at - 1) % 32) & 1u) != 0;
+            if (index >= layout.count || (has_neighbor && lowest_bits <= lowest(m - 1))) {
                 wrong = true;
                 continue;
             }

@@ -5,7 +5,7 @@
 //   1. the ranks of a host reduce-scatter; lane k's rank gets part k;
 //   2. lane k's ranks of all hosts all-reduce part k over TCP;
 //   3. the ranks of a host all-gather the parts.
-// Large arrays are cut into segments: while a thread has one in step 2, this one does steps 1 and 3 of its neighbours.
+// Large arrays are cut into segments: while a thread has one in step 2, this one does steps 1 and 3 of its neighbors.
 //
 // In collectives of parts of any lengths, one per rank, rank p exchanges data with another host through one rank there,
 // its carrier. The carrier has the same index on its host as p on its own, modulo the number of ranks there. So a link

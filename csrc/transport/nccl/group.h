@@ -8,7 +8,7 @@
 //
 // After any failure the group is broken for good: the communicator is aborted, once, which also ends all waits on the
 // device and inside NCCL. Every later call throws the CommFailure of the first failure. Data that operations wrote
-// since then is invalid, so callers must call check() after they synchronised and before they use results.
+// since then is invalid, so callers must call check() after they synchronized and before they use results.
 //
 // An operation on a stream that is captured into a CUDA graph becomes part of the graph. The watchdog ignores it: its
 // event would never happen, and a graph may be launched at any time.

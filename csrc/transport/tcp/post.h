@@ -52,7 +52,7 @@ using ExpectedPtr = std::shared_ptr<Expected>;
 
 class Post final : private WatchedSockets {
    public:
-    // sockets[p]: connected to rank p at addresses[p]; none at [rank]. dead_after: seconds without an acknowledgement
+    // sockets[p]: connected to rank p at addresses[p]; none at [rank]. dead_after: seconds without an acknowledgment
     // after which a host counts as gone. news: called by the watch thread when a rank takes no more part.
     Post(int rank, std::vector<Descriptor> sockets, std::vector<std::string> addresses, double dead_after,
          std::function<void()> news);

@@ -94,7 +94,7 @@ def _require_plain(tensor: Any) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a {type(tensor).__name__} was given, wanted a tensor")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-        kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else f"in layout {tensor.layout}"
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else f"in layout {tensor.layout}"
         raise TypeError(f"a tensor is {kind}, wanted a dense one")
     if not tensor.is_cpu:
         raise TypeError(f"a tensor is on {tensor.device}, wanted it on the CPU, like another tensor of this call")

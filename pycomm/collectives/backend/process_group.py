@@ -139,7 +139,7 @@ class PycommProcessGroup(dist.ProcessGroup):
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """Return a flat tensor of ``size`` elements, uninitialised, which collectives reach without a copy.
+        """Return a flat tensor of ``size`` elements, uninitialized, which collectives reach without a copy.
 
         FSDP2 asks for it after ``set_allocate_memory_from_process_group_for_comm(True)``.
         """

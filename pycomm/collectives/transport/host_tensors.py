@@ -69,7 +69,7 @@ def tensor_of(array: _native.HostArray) -> torch.Tensor:
 
 
 def private_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialised tensor in memory of this process; raise MemoryError if there is too little."""
+    """Return an uninitialized tensor in memory of this process; raise MemoryError if there is too little."""
     try:
         return torch.empty(shape, dtype=dtype)
     except RuntimeError:  # torch's allocator

@@ -51,7 +51,7 @@ _in_graphs: set[RegisteredBlock] = set()
 
 
 def empty(dims: Sequence[int], dtype: torch.dtype, device: torch.device, symmetric: bool = False) -> torch.Tensor:
-    """Return an uninitialised tensor on a GPU, in memory that NCCL can register if it is large enough.
+    """Return an uninitialized tensor on a GPU, in memory that NCCL can register if it is large enough.
 
     ``symmetric``: see :meth:`pycomm.Communicator.empty`.
     """

@@ -18,7 +18,7 @@ _DEAD_AFTER = 10.0  # seconds
 
 
 def dead_after() -> float:
-    """Return the seconds without an acknowledgement after which a host counts as gone: the variable's value, or 10.
+    """Return the seconds without an acknowledgment after which a host counts as gone: the variable's value, or 10.
 
     Raises:
         ValueError: the variable is no number of seconds.

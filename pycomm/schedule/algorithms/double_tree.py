@@ -6,8 +6,8 @@ While a piece comes down, the next ones go up.
 
 Steps: 2h + pieces - 1 with h = floor(lg P). In a step a rank sends and receives up to four pieces of
 n / (2 pieces) bytes: up and down, in either tree. As in the source, the edges of both trees have two
-colours, and a rank sends at most one message and receives at most one of each colour. Taken colour by
-colour, no message waits for a port. On the critical path at most 2n (1 + (2h - 1) / pieces) bytes and
+colors, and a rank sends at most one message and receives at most one of each color. Taken color by
+color, no message waits for a port. On the critical path at most 2n (1 + (2h - 1) / pieces) bytes and
 4 (2h + pieces - 1) messages: a ring's bytes with many pieces, a tree's steps with few.
 
 Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
@@ -69,41 +69,41 @@ def _depths(parent: Ints) -> Ints:
     return depth
 
 
-def _colours(trees: list[Ints]) -> list[Ints]:
+def _colors(trees: list[Ints]) -> list[Ints]:
     """Return 0 or 1 by tree and child: different for a rank's two parents, and for its two children in a tree."""
     edges = [(tree, child) for tree, parent in enumerate(trees) for child in np.flatnonzero(parent >= 0).tolist()]
-    neighbours: dict[tuple[int, int], list[tuple[int, int]]] = {edge: [] for edge in edges}
+    neighbors: dict[tuple[int, int], list[tuple[int, int]]] = {edge: [] for edge in edges}
     ends: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for tree, child in edges:
         for end in (("sends", child), ("receives", int(trees[tree][child]))):
             for other in ends.setdefault(end, []):
-                neighbours[other].append((tree, child))
-                neighbours[tree, child].append(other)
+                neighbors[other].append((tree, child))
+                neighbors[tree, child].append(other)
             ends[end].append((tree, child))
     # An end has at most two edges, and ends that send and receive alternate: only paths and even cycles.
-    colour: dict[tuple[int, int], int] = {}
+    color: dict[tuple[int, int], int] = {}
     for edge in edges:
-        stack = [(edge, 0)] if edge not in colour else []
+        stack = [(edge, 0)] if edge not in color else []
         while stack:
             at, wanted = stack.pop()
-            if at not in colour:
-                colour[at] = wanted
-                stack += [(other, 1 - wanted) for other in neighbours[at]]
+            if at not in color:
+                color[at] = wanted
+                stack += [(other, 1 - wanted) for other in neighbors[at]]
     return [
-        np.array([colour.get((tree, child), 0) for child in range(len(parent))]) for tree, parent in enumerate(trees)
+        np.array([color.get((tree, child), 0) for child in range(len(parent))]) for tree, parent in enumerate(trees)
     ]
 
 
 def _generate(num_ranks: int, pieces: int) -> Iterator[Round]:
     trees = trees_of(num_ranks)
     depths = [_depths(parent) for parent in trees]
-    colours = _colours(trees)
+    colors = _colors(trees)
     height = max(int(depth.max()) for depth in depths)
     for step in range(2 * height + pieces - 1 if height else 0):
         edges = []
-        for colour, op, number in itertools.product((0, 1), (REDUCE, COPY), (0, 1)):
+        for color, op, number in itertools.product((0, 1), (REDUCE, COPY), (0, 1)):
             parent, depth = trees[number], depths[number]
-            child = np.flatnonzero((parent >= 0) & (colours[number] == colour))
+            child = np.flatnonzero((parent >= 0) & (colors[number] == color))
             piece = step - height + (depth[child] if op == REDUCE else 1 - depth[child])
             active = (piece >= 0) & (piece < pieces)
             below, above = child[active], parent[child[active]]

@@ -1,6 +1,6 @@
 """Folding: extends an algorithm for 2^m ranks to any number of them.
 
-P = P' + E ranks, with P' = 2^m the largest power of two. In E pairs of neighbours the odd rank sends its
+P = P' + E ranks, with P' = 2^m the largest power of two. In E pairs of neighbors the odd rank sends its
 array to the even one, takes no part, and receives the result at the end. This costs two more steps and 2n
 more bytes, while E ranks are idle in the middle.
 

@@ -1,8 +1,8 @@
-"""Ring: every rank passes chunks on to its right neighbour.
+"""Ring: every rank passes chunks on to its right neighbor.
 
 Reduce-scatter: P - 1 rounds, in which a chunk's partial sum moves around the ring and each rank adds its
 own. All-gather: P - 1 rounds, in which the finished sums move around. All ports are always busy, and only
-with neighbours.
+with neighbors.
 
 Steps 2(P - 1), bytes 2n(P - 1)/P: the least possible, for any P. Best for large arrays on few ranks.
 

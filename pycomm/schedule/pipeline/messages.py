@@ -54,12 +54,12 @@ def places_of(c: Columns) -> MessagePlaces:
 
 
 def edges_of(num_stages: int, skips: Skips) -> list[tuple[int, int]]:
-    """Return which stages exchange tensors, as pairs (producer, consumer): neighbours first."""
+    """Return which stages exchange tensors, as pairs (producer, consumer): neighbors first."""
     return [*((stage, stage + 1) for stage in range(num_stages - 1)), *skips]
 
 
 def messages_of(c: Columns, places: MessagePlaces, skips: Skips = ()) -> Messages:
-    """Return the messages of all ranks; for each action, messages to neighbours come before those that skip stages."""
+    """Return the messages of all ranks; for each action, messages to neighbors come before those that skip stages."""
     src, dst = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for producer, consumer in edges_of(c.num_stages, skips):
         if c.rank_of_stage[producer] != c.rank_of_stage[consumer]:

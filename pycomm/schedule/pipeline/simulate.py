@@ -181,16 +181,16 @@ class _SharedClock:
         self.start, self.end = [0.0] * len(c), [0.0] * len(c)
         self._now = self._work = 0.0
         self._computing: list[tuple[float, int]] = []  # when its work is done, action
-        self._travelling: list[tuple[float, int]] = []  # when it arrives, action that needs it
+        self._traveling: list[tuple[float, int]] = []  # when it arrives, action that needs it
 
     def run(self) -> None:
         for rank in range(len(self._next)):
             self._begin(rank)
-        while self._computing or self._travelling:
+        while self._computing or self._traveling:
             speed = min(1.0, self._cores / max(1, len(self._computing)))
             done = self._now + (self._computing[0][0] - self._work) / speed if self._computing else np.inf
-            if self._travelling and self._travelling[0][0] <= done:
-                arrives, action = heapq.heappop(self._travelling)
+            if self._traveling and self._traveling[0][0] <= done:
+                arrives, action = heapq.heappop(self._traveling)
                 self._work += (arrives - self._now) * speed
                 self._now = arrives
                 self._arrive(action)
@@ -211,7 +211,7 @@ class _SharedClock:
         self.end[action] = self._now
         for needed_by, late in self._sends[action]:
             if late > 0:
-                heapq.heappush(self._travelling, (self._now + late, needed_by))
+                heapq.heappush(self._traveling, (self._now + late, needed_by))
             else:
                 self._arrive(needed_by)
         rank = self._rank[action]

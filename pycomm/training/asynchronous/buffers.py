@@ -45,7 +45,7 @@ class MeetingBuffers:
         self.take, self._has_logged = self._sync.take, False
 
     def close(self) -> None:
-        """Leave the buffers to another synchronisation."""
+        """Leave the buffers to another synchronization."""
         del self._sync, self.take
 
     @torch.no_grad()

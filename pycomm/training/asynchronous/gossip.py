@@ -1,4 +1,4 @@
-"""Gossip: each rank mixes its parameters with a few neighbours, and over several rounds with all (D-PSGD, push-sum)."""
+"""Gossip: each rank mixes its parameters with a few neighbors, and over several rounds with all (D-PSGD, push-sum)."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def gossip(
 ) -> Gossip:
     """Let each rank step independently, and mix its parameters with a few others' after each ``every`` steps.
 
-    Decentralised parallel SGD (Lian et al., 2017): the bytes a rank sends do not grow with the number of ranks, and a
-    rank waits for its neighbours only. The loop stays ``zero_grad``, ``backward``, ``step``. The ranks' parameters
+    Decentralized parallel SGD (Lian et al., 2017): the bytes a rank sends do not grow with the number of ranks, and a
+    rank waits for its neighbors only. The loop stays ``zero_grad``, ``backward``, ``step``. The ranks' parameters
     differ, but mixing draws them towards their mean without changing it. Collective: rank 0's parameters are first
     copied to all ranks.
 
     Args:
         optimizer: any torch optimizer; each rank keeps its own state.
         model: its parameters must all belong to the optimizer, and be all float32 or all float64, in CPU memory.
-        topology: "ring": a third each from both neighbours and this rank. "exponential": half from a rank that is 1,
+        topology: "ring": a third each from both neighbors and this rank. "exponential": half from a rank that is 1,
             2, 4, ... ranks away, in turns (Assran et al., 2019). "random": pairs, from 64 random pairings in turns. Or
             a matrix of weights, or several that take turns, where ``w[i][j]`` is rank i's weight for rank j's
             parameters. Columns must sum to 1. If rows do not, push-sum corrects the weights, so that the ranks still
@@ -74,11 +74,11 @@ def gossip(
     Raises:
         TypeError, ValueError: on every rank: an argument is wrong (weights are negative, columns do not sum to 1, or
             some ranks are never mixed with others), or the ranks differ. From ``optimizer.step()`` or a forward:
-            ``model`` or ``optimizer`` has other parameters now. From ``optimizer.step()``: a neighbour's optimizer has
+            ``model`` or ``optimizer`` has other parameters now. From ``optimizer.step()``: a neighbor's optimizer has
             another learning rate, or another number of its groups.
-        RuntimeError: from ``optimizer.step()``: this rank or a neighbour has left out a batch that the other has not;
+        RuntimeError: from ``optimizer.step()``: this rank or a neighbor has left out a batch that the other has not;
             or a parameter of this rank is not finite. The others get a CommError then, which names it and the rank.
-        CommError: a rank did not come. ``optimizer.step()`` raises it, too, if a neighbour is lost or has failed.
+        CommError: a rank did not come. ``optimizer.step()`` raises it, too, if a neighbor is lost or has failed.
     """
     communicator = Communicator(process_group, timeout)
     try:
@@ -182,14 +182,14 @@ class Gossip:
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Mix with this round's neighbours. Collective.
+        """Mix with this round's neighbors. Collective.
 
-        After an error this rank can mix no more, and its neighbours get a CommError.
+        After an error this rank can mix no more, and its neighbors get a CommError.
 
         Raises:
-            CommError: a neighbour is lost.
-            ValueError: the module or the optimizer has other parameters now, or a neighbour's optimizer other numbers.
-            RuntimeError: a neighbour, or this rank, has left out a batch; or a parameter of this rank is not finite.
+            CommError: a neighbor is lost.
+            ValueError: the module or the optimizer has other parameters now, or a neighbor's optimizer other numbers.
+            RuntimeError: a neighbor, or this rank, has left out a batch; or a parameter of this rank is not finite.
         """
         self._require_attached()
         try:
@@ -226,7 +226,7 @@ class Gossip:
         return self._num_mixings % (1 << 29)
 
     def _compare(self, mine: bytes, receivers: list[int], sources: list[tuple[int, float]]) -> None:
-        """Raise RuntimeError or ValueError if a neighbour left out a batch, or its optimizer has other numbers."""
+        """Raise RuntimeError or ValueError if a neighbor left out a batch, or its optimizer has other numbers."""
         tag = self._tag
         for peer in receivers:
             self._communicator.send(np.array([len(mine)]), peer, tag)

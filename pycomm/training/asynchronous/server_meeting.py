@@ -250,7 +250,7 @@ def _from_environment(timeout: float) -> tuple[Store, int, int]:
     missing = [name for name in _VARIABLES if name not in os.environ and name != "RANK"]
     if missing:
         raise RuntimeError(
-            "torch.distributed is not initialised, and the environment does not name the other ranks' address: "
+            "torch.distributed is not initialized, and the environment does not name the other ranks' address: "
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
         )
     port, size = checks.environment_count("MASTER_PORT"), checks.environment_count("WORLD_SIZE")

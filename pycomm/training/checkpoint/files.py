@@ -23,7 +23,7 @@ _LARGEST_MANIFEST = 4 << 20  # bytes: a manifest has 75 per rank. Python's objec
 
 
 class DamagedError(ValueError):
-    """Error of an incomplete or damaged checkpoint, which is skipped in favour of the one before."""
+    """Error of an incomplete or damaged checkpoint, which is skipped in favor of the one before."""
 
 
 def sync_directory(path: Path) -> None:

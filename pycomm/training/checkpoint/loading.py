@@ -33,7 +33,7 @@ Undo = list[Callable[[], Any]]
 def load(path: str | os.PathLike[str], reducer: Reducer, /, **more: Any) -> dict[str, Any]:
     """Load the last complete checkpoint that :func:`pycomm.save` has written to ``path``. Collective.
 
-    Every file is first compared with its checksum. A checkpoint with missing or damaged files is skipped in favour of
+    Every file is first compared with its checksum. A checkpoint with missing or damaged files is skipped in favor of
     the one before, with a warning in the log that names the damage. Nothing changes on any rank unless the whole
     checkpoint fits. Nothing is unpickled.
 

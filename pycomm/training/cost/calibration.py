@@ -89,7 +89,7 @@ def _exchange(communicator: Communicator, distance: int, per_host: int, rounds: 
     """Return a program in which pairs of ranks ``distance`` apart exchange two chunks, one in each direction."""
     rank = np.arange(communicator.size)
     unit = rank // distance
-    # Neighbours on one host, or equal local ranks on neighbouring hosts; unpaired ranks do nothing.
+    # Neighbors on one host, or equal local ranks on neighboring hosts; unpaired ranks do nothing.
     near = rank[(unit % 2 == 0) & (rank + distance < communicator.size)]
     if distance < per_host:
         near = near[(near % per_host) % 2 == 0]

@@ -57,7 +57,7 @@ class AttachedTensors:
     |---|---|
     | averaged parameter | rank 0's is sent; an error unless it is dense and of a dtype with gradients |
     | frozen parameter, buffer | rank 0's is sent, whatever its dtype; of an expanded one, the memory behind it |
-    | sparse, quantised or composite frozen parameter or buffer | compared if its bytes are accessible; never changed |
+    | sparse, quantized or composite frozen parameter or buffer | compared if its bytes are accessible; never changed |
     | trainable parameter of other optimizers | compared; on a difference each rank keeps its own, with a warning |
     | named by ``ignore`` | none |
 
@@ -166,7 +166,7 @@ def attach(
             loss scale, and with DTensors.
         buffers: treatment of the module's buffers (BatchNorm's statistics, for example) in each reduction.
             "local": each rank keeps its own; "broadcast": all ranks get rank 0's; "average": floating-point
-            buffers are averaged, all others become rank 0's. Sparse or quantised buffers are compared instead.
+            buffers are averaged, all others become rank 0's. Sparse or quantized buffers are compared instead.
         survive: ``pycomm.Survive(min_ranks=..., carry=...)``: continue when ranks are lost, and admit
             newcomers (:func:`pycomm.join`). ``None``: every rank gets a CommError.
         shard: ``pycomm.Sharding("optimizer", grads=...)``, or "optimizer": the ranks divide the optimizer's step and
@@ -177,7 +177,7 @@ def attach(
         The :class:`Reducer`. It lives as long as the optimizer or the module, even if you do not keep it.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised.
+        RuntimeError: torch.distributed is not initialized.
         TypeError, ValueError: an argument is wrong, or has an unknown name; or ranks differ in settings, in names,
             shapes, dtypes, order or kinds of parameters and buffers, or in the contents of those that cannot be sent;
             or a parameter cannot be averaged (on every rank, naming the first one). Everything is undone then.

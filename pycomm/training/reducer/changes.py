@@ -179,7 +179,7 @@ class ParameterChanges:
         if bool(differs.any()):
             name = list(before)[int(differs.argmax())]
             raise RuntimeError(
-                f"the new parameter {name!r} had different values on the ranks in this backward(): initialise it "
+                f"the new parameter {name!r} had different values on the ranks in this backward(): initialize it "
                 "equally on all ranks, or call the module itself, which makes new parameters equal before its forward"
             )
 

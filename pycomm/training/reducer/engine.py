@@ -123,7 +123,7 @@ class Engine:
         callbacks: called with the old and the new world after a change.
         reported_world: the world of their last call.
         members: the ranks, which may change.
-        buffers: synchronisation of the module's buffers, if they are kept equal.
+        buffers: synchronization of the module's buffers, if they are kept equal.
         comparison: what ranks compare in each reduction.
 
     Args:
@@ -174,7 +174,7 @@ class Engine:
         return self.members.world
 
     def _compared_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        return [] if self.buffers is not None else self.table.named_buffers()  # synchronised only after the comparison
+        return [] if self.buffers is not None else self.table.named_buffers()  # synchronized only after the comparison
 
     def is_waited_for(self) -> bool:
         """Return whether any bucket has been launched, and not handed out."""

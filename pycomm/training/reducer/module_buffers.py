@@ -1,4 +1,4 @@
-"""Synchronisation of a module's buffers, such as BatchNorm's running statistics, between the ranks."""
+"""Synchronization of a module's buffers, such as BatchNorm's running statistics, between the ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pycomm.training.reductions.replicas import is_comparison_due
 BUFFERS = ("local", "broadcast", "average")
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of normalisations that a backward in training mode does not use."""
+"""Buffers of normalizations that a backward in training mode does not use."""
 
 AVERAGED = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 synced_by: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[BufferSync]] = weakref.WeakKeyDictionary()
-"""Synchronisation that each module's buffers belong to."""
+"""Synchronization that each module's buffers belong to."""
 
 
 class BufferContent(NamedTuple):

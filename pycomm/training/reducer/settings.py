@@ -263,7 +263,7 @@ def _check_shard(settings: Options, shard: Sharding) -> None:
         f'grads="part" and compression={method}': (
             shard.grads == "part" and not getattr(settings.compression, "reduces_parts", False),
             "a rank gets only the sum of its own part, which this method cannot send separately; FP16, BF16 and the "
-            'quantising methods can; grads="full" works with all',
+            'quantizing methods can; grads="full" works with all',
         ),
         f"survive={settings.survive}": (
             settings.survive is not None,

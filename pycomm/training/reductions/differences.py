@@ -113,7 +113,7 @@ class DifferenceReport:
         if writers:
             written = {name: how for each in seen for name, how in each["written"].items()}
             name = next(iter(written))
-            by = "a forward writes to it (clamping, initialisation by data), or code outside of optimizer.step()"
+            by = "a forward writes to it (clamping, initialization by data), or code outside of optimizer.step()"
             if written[name]:
                 by = f"{written[name]} rescales the rows that a forward looks up"
             causes.append(

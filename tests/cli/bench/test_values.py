@@ -87,7 +87,7 @@ def test_results_of_another_rank_are_wrong() -> None:
         assert all(count_wrong(case, rank, found[rank - 1]) == len(found[rank]) for rank in range(RANKS)), operation
 
 
-def test_neighbours_and_ranks_differ() -> None:
+def test_neighbors_and_ranks_differ() -> None:
     numbers = [pattern(rank, np.arange(5000, dtype=np.uint32), 64) for rank in range(64)]
     assert len({int(element) for element in numbers[0]}) == 5000
     assert all((one != other).all() for one, other in pairwise(numbers))

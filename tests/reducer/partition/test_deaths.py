@@ -115,7 +115,7 @@ def _usable(model: Weights) -> bool:
     return True
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Sharded steps",
     "lose a rank in a step",
     "`CommError`. All parameters are new, or training refuses until you load a checkpoint.",

@@ -36,7 +36,7 @@ def refused(optimizer_class: Any, shard: Any, match: str) -> None:
         pycomm.attach(optimizer_class(model.parameters()), model, shard=shard)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Sharded steps",
     "shard an optimizer that pycomm does not know",
     '`ValueError`. If it steps each parameter alone: `Sharding("optimizer", independent=True)`.',
@@ -59,7 +59,7 @@ def test_known_ones_do_not() -> None:
             pass
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Sharded steps",
     "`its step depends on all gradients together`",
     "Attach this optimizer without `shard`. Clipping: `reducer.clip_grad_norm()`.",

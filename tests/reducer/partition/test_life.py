@@ -39,7 +39,7 @@ def alone(name: str, last: int) -> list[Any]:
     return values_of(optimizer)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Sharded steps",
     "`state_dict()` on one rank, on one host",
     "The complete state. Over several hosts: call it on all ranks.",
@@ -186,7 +186,7 @@ def refused(match: str, model: nn.Module, optimizer: torch.optim.Optimizer, **op
 KEPT = ["optimizer state"]
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Sharded steps",
     "`shard` with `survive`, methods that do not sum, or half precision without masters",
     "`ValueError`.",
@@ -215,7 +215,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         steps(adam, model, 0, 1)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Sharded steps",
     "step a closure, clip by torch's `clip_grad_norm_`, or replace gradients or `param.data`",
     "Error everywhere; nothing is written.",

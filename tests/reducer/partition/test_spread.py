@@ -284,7 +284,7 @@ def lose_a_rank(point: str) -> None:
     assert_unusable_until_loaded(reducer, optimizer, lambda: model(torch.ones(1, 64)), model)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Sharded steps",
     "lose a rank in a step",
     "`CommError`. All parameters are new, or training refuses until you load a checkpoint.",

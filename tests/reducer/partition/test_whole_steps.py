@@ -265,7 +265,7 @@ def test_each_rank_keeps_masters_of_its_own_parameters() -> None:
     assert len(handle.masters()) == len(SHAPES)
 
 
-@pytest.mark.behaviour(
+@pytest.mark.behavior(
     "Sharded steps",
     "have NaN gradients without a scaler, where the optimizer keeps its own step",
     "The step is taken; in CPU memory all its gradients are NaN.",

@@ -89,7 +89,7 @@ inline T combine_scalars(T a, T b) {
     }
 }
 
-// double and the integers: a plain loop that the compiler vectorises.
+// double and the integers: a plain loop that the compiler vectorizes.
 template <ReduceOp kOp, class T>
 void reduce_scalars(void* const* outs, int num_outs, const void* const* inputs, int num_inputs, int64_t count) {
     constexpr int64_t kBlock = 4096 / sizeof(T);

@@ -120,7 +120,7 @@ inline void store_codes(uint8_t* p, const Vec (&v)[8]) {
         return;
     }
     constexpr int kPair = (1 << kBits) % 256;
-    // Numbers become digits, and neighbours are put together: a pair in 16 bits, then, of 2 bits, a pair of pairs
+    // Numbers become digits, and neighbors are put together: a pair in 16 bits, then, of 2 bits, a pair of pairs
     // in 32.
     const __m256i digit = _mm256_set1_epi8((1 << kBits) - 1), pair = _mm256_set1_epi16(1 | kPair << 8);
     first = _mm256_maddubs_epi16(_mm256_and_si256(first, digit), pair);

@@ -112,7 +112,7 @@ inline void store_codes(uint8_t* p, const Vec (&v)[4]) {
                                      _mm256_setr_m128i(bytes[2], bytes[3]), 1);
     if constexpr (kBits == 8) return _mm512_storeu_si512(p, all);
     constexpr int kPair = (1 << kBits) % 256;
-    // Numbers become digits, and neighbours are put together: a pair in 16 bits, then, of 2 bits, a pair of pairs
+    // Numbers become digits, and neighbors are put together: a pair in 16 bits, then, of 2 bits, a pair of pairs
     // in 32.
     const __m512i digit = _mm512_set1_epi8((1 << kBits) - 1), pair = _mm512_set1_epi16(1 | kPair << 8);
     all = _mm512_maddubs_epi16(_mm512_and_si512(all, digit), pair);

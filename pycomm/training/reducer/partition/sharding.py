@@ -1,6 +1,6 @@
 """StepPartition: a sharded step, in which each rank steps its own part of every bucket.
 
-Optimizers that orthogonalise or precondition matrices (Muon, SOAP, Shampoo) cannot step a part of one. With those each
+Optimizers that orthogonalize or precondition matrices (Muon, SOAP, Shampoo) cannot step a part of one. With those each
 rank owns whole parameters: it gets the average of their gradients, keeps their state, and steps them alone by the
 optimizer's own code; then all ranks get the new values (Rajbhandari et al., ZeRO, 2020, section 5.1, by parameters in
 place of equal parts). An optimizer may do so if it steps each parameter by its own gradient and state alone: see

@@ -1,11 +1,11 @@
-"""Writes the tables of docs/behaviour.md from the tests that prove their rows.
+"""Writes the tables of docs/behavior.md from the tests that prove their rows.
 
-    python docs/behaviour.py                # rewrites what stands between the markers
-    python docs/behaviour.py --check        # changes nothing; exits with 1 and says that the page is stale
+    python docs/behavior.py                # rewrites what stands between the markers
+    python docs/behavior.py --check        # changes nothing; exits with 1 and says that the page is stale
 
 Markers in the page: <!-- table: SECTION --> and <!-- end -->. On a test, above its other decorators:
 
-    @pytest.mark.behaviour("SECTION", "what you do, or read", "what happens, and what to write instead")
+    @pytest.mark.behavior("SECTION", "what you do, or read", "what happens, and what to write instead")
 
 A test may have several. Tests with the same three texts prove one row together. What you read, such as the text of an
 error, is in backticks, with "..." for what is filled in, and nothing beside it.
@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 from rewriting import rewrite
 
-PAGE = Path(__file__).with_name("behaviour.md")
+PAGE = Path(__file__).with_name("behavior.md")
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 _PART = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-_MARK = "pytest.mark.behaviour"
+_MARK = "pytest.mark.behavior"
 _HEAD = "| you do, or read | what happens | test |\n|---|---|---|\n"
 
 
@@ -41,7 +41,7 @@ class Proof(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrite the page, or say that it is stale; return the exit code."""
-    return rewrite("what happens, by the tests that prove it", "behaviour.py", _pages, arguments)
+    return rewrite("what happens, by the tests that prove it", "behavior.py", _pages, arguments)
 
 
 def _pages() -> dict[Path, str]:
