@@ -19,6 +19,9 @@ from tests.on_ranks import Pools
 from tests.processes import child_processes
 from tests.ranks import SLOWER, RankPool
 
+_MOST_RANKS = 12
+"""Most ranks of this process's pools: each takes up to half a gigabyte, and several processes run tests at a time."""
+
 # Deterministic, and no deadline: these machines stall now and then.
 settings.register_profile(
     "pycomm",
@@ -37,19 +40,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[Pools]:
-    """``pool_of(size)``: processes are started once per size, and again if a test lost one.
+    """``pool_of(size)``: processes are started once per size, and again if a test lost one, or others took their place.
 
     Two ranks, which most tests have, are new processes like those of users: imports of their own, and another order of
     sets on each. More of them are forked, and so is everything where importing torch takes half a minute.
     """
-    pools: dict[int, RankPool] = {}
+    pools: dict[int, RankPool] = {}  # the one that was used last is last
 
     def pool_of(size: int) -> RankPool:
         if size in pools and not pools[size].alive():
             pools.pop(size).close()
-        if size not in pools:
-            pools[size] = RankPool(size, forked=size != 2 or SLOWER > 1)
-        return pools[size]
+        pool = pools.pop(size, None)
+        if pool is None:
+            while sum(pools) + size > _MOST_RANKS and pools:
+                pools.pop(next(iter(pools))).close()
+            pool = RankPool(size, forked=size != 2 or SLOWER > 1)
+        pools[size] = pool
+        return pool
 
     yield pool_of
     for pool in pools.values():
