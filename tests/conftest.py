@@ -19,7 +19,7 @@ from tests.on_ranks import Pools
 from tests.processes import child_processes
 from tests.ranks import SLOWER, RankPool
 
-_MOST_RANKS = 12
+_MOST_RANKS = 8
 """Most ranks of this process's pools: each takes up to half a gigabyte, and several processes run tests at a time."""
 
 # Deterministic, and no deadline: these machines stall now and then.
