@@ -32,13 +32,13 @@ def test_few_calls_per_step() -> None:
     try:
         with on_hosts("ab"), attached(torch.optim.SGD(model.parameters(), lr=0.1), model, bucket_mb=0.07) as reducer:
             assert reducer.stats()["num_buckets"] == 4, reducer.stats()
-            for step in range(12):
-                counts = step >= 4  # once the order of arrival is settled, and the first comparisons are over
+            for step in range(15):
+                counts = step >= 8  # passes 9 to 15: parameters are compared after 8 and 16
                 model(torch.ones(1, 64)).sum().backward()
                 reducer.optimizer.step()
                 reducer.optimizer.zero_grad()
             counts = False
     finally:
         threading.setprofile(None)
-    per_step = sum(calls.values()) / 8
+    per_step = sum(calls.values()) / 7
     assert 0 < per_step <= _MOST, (per_step, calls.most_common())
