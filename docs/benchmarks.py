@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmark_page import between_hosts, gpu, growth, matrices, on_one_host, recommended_stack, training
 from benchmark_page.headline import headline, sentence
 from benchmark_page.reports import Reports, by_bench, load_reports
-from rewriting import rewrite
+from rewriting import rewrite, wrapped
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "bench" / "results"
@@ -56,7 +55,6 @@ BENCHES = (*SECTIONS, *ELSEWHERE)
 
 _HEADLINE = re.compile(r"(<!-- figures -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
-_WIDTH = 120
 
 _BY_HAND = "<!-- by hand from here -->\n"
 
@@ -117,21 +115,6 @@ def render(reports: Reports, readme: str, page: str = "") -> dict[Path, str]:
         PAGE: wrapped("\n".join([_INTRODUCTION, sentence(reports), how, *sections, _BY_HAND])) + by_hand,
         README: filled,
     }
-
-
-def wrapped(text: str) -> str:
-    """Return ``text`` with lines of prose and of lists that are not longer than the others of the documentation."""
-    lines, in_code = [], False
-    for line in text.split("\n"):
-        in_code ^= line.startswith("```")
-        if in_code or len(line) <= _WIDTH or line.startswith(("|", "<!--", "#", "!")):
-            lines.append(line)
-        else:
-            indent = "  " if line.startswith("- ") else ""
-            lines += textwrap.wrap(
-                line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-            )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rewriting import rewrite
+from rewriting import rewrite, wrapped
 
 REPORT = Path(__file__).with_name("tested_optimizers.json")
 PAGE = Path(__file__).with_name("tested_optimizers.md")
@@ -69,7 +68,7 @@ def render(report: dict[str, Any]) -> str:
     differing = [f"{package}.{name}: {said}" for package, name, *both in tried for said in both if _differs(said)]
     if differing:
         raise ValueError(f"the page says that none differs, but {', '.join(differing)}")
-    versions = _wrapped(f"Versions: {', '.join(' '.join(version) for version in report['versions'].items())}.")
+    versions = wrapped(f"Versions: {', '.join(' '.join(version) for version in report['versions'].items())}.")
     packages = dict.fromkeys(package for package, *_ in tried)
     return _PAGE.format(
         steps=report["steps"],
@@ -89,13 +88,8 @@ def _section(package: str, tried: list[list[str]]) -> str:
         if owner == package:
             results.setdefault(_result(outcome, sharded), []).append(f"`{name}`")
     ordered = sorted(results, key=lambda result: (not result.startswith("Equal"), result))
-    shown = [_wrapped(f"- {result}: {', '.join(results[result])}.") for result in ordered]
+    shown = [wrapped(f"- {result}: {', '.join(results[result])}.") for result in ordered]
     return "\n".join([f"## {package}", "", *shown, ""])
-
-
-def _wrapped(line: str) -> str:
-    indent = "  " if line.startswith("- ") else ""
-    return textwrap.fill(line, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
 
 
 def _result(outcome: str, sharded: str) -> str:

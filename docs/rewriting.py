@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+_WIDTH = 120
 
 
 def rewrite(
@@ -31,3 +34,18 @@ def rewrite(
             path.write_text(pages[path], encoding="utf-8")
             print(f"{path.name}: rewritten")
     return 1 if check and stale else 0
+
+
+def wrapped(text: str) -> str:
+    """Return ``text`` with lines of prose and of lists that are not longer than the others of the documentation."""
+    lines, in_code = [], False
+    for line in text.split("\n"):
+        in_code ^= line.startswith("```")
+        if in_code or len(line) <= _WIDTH or line.startswith(("|", "<!--", "#", "!")):
+            lines.append(line)
+        else:
+            indent = "  " if line.startswith("- ") else ""
+            lines += textwrap.wrap(
+                line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+    return "\n".join(lines)
