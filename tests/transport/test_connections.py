@@ -131,7 +131,7 @@ def require_connected(outcomes: list[Any], kinds: int = 2) -> None:
                 with socket.socket(fileno=os.dup(descriptor)) as one:
                     assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
                     assert one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-                    assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+                    assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == connections._IDLE
                     if kind == 0:
                         assert split_address(outcome.addresses[p], "it", "a rank") == one.getpeername()[:2]
     for outcome in outcomes:
@@ -176,6 +176,27 @@ def test_a_real_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
             return exchange_connections(meeting, listener, greetings, key_of(greetings), 3)
 
     require_connected(in_threads([partial(rank, p) for p in range(3)]), 3)
+
+
+def last_acknowledgment(descriptor: int) -> int:
+    """Return how many milliseconds ago the other side's kernel acknowledged something, or answered a probe."""
+    with socket.socket(fileno=os.dup(descriptor)) as one:
+        information = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    ago: int = struct.unpack_from("=I", information, 56)[0]
+    return ago
+
+
+def test_an_idle_connection_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a translator of addresses on the way does not forget it."""
+    monkeypatch.setattr(connections, "_IDLE", 1)
+    with group_of(2) as group:
+        outcomes = group.run()
+        for row in outcomes[1].sockets:
+            before, now = -1, last_acknowledgment(row[0])
+            while now >= before:  # the time limit of tests ends it where nothing is sent
+                time.sleep(0.05)
+                before, now = now, last_acknowledgment(row[0])
+        require_connected(outcomes)
 
 
 def hold(group: Group, held: list[socket.socket], count: int, words: bytes = b"") -> None:

@@ -13,9 +13,8 @@
 //   one round    n small: every rank sends all of it with the frame, and adds in rank order.
 //   two rounds   rank r gets part r of every rank, adds it in rank order piece by piece, and sends each piece of the
 //                result to all at once, while later pieces come.
-//   ring         many ranks: a program of 2 (P - 1) rounds, see transport/tcp/run.cpp. The order of the sums is fixed
-//   by
-//                the part.
+//   ring         more than 1 MB, from three ranks on: a program of 2 (P - 1) rounds, see transport/tcp/run.cpp. The
+//                order of the sums is fixed by the part.
 // All ranks hold the same bits, and every run gives the same ones. The other collectives are the rounds of the second.
 //
 // Every wait ends with an error if a peer has left or died, if its host has vanished, or if nothing moved for the

@@ -566,6 +566,7 @@ def _tuned(one: socket.socket) -> socket.socket:
     with contextlib.suppress(OSError):
         one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _IDLE)  # between probes, answered ones too
     return one
 
 
