@@ -32,7 +32,7 @@ reducer = pycomm.attach(muon, model, shard="optimizer")
 pycomm.attach(adamw, model, shard="optimizer")
 sampler = DistributedSampler(train_data)
 loader = DataLoader(train_data, batch_size=32, sampler=sampler)
-for epoch in range(5):
+for epoch in range(2):
     sampler.set_epoch(epoch)
     for x, y in loader:
         model.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -40,7 +41,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def rank_pools() -> Iterator[Pools]:
-    """``pool_of(size)``: processes are started once per size, and again if a test lost one, or others took their place.
+    """``pool_of(size)``: processes are started once per size, and again if a test lost one, or others required room.
 
     Two ranks, which most tests have, are new processes like those of users: imports of their own, and another order of
     sets on each. More of them are forked, and so is everything where importing torch takes half a minute.
@@ -52,8 +53,8 @@ def rank_pools() -> Iterator[Pools]:
             pools.pop(size).close()
         pool = pools.pop(size, None)
         if pool is None:
-            while sum(pools) + size > _MOST_RANKS and pools:
-                pools.pop(next(iter(pools))).close()
+            while sum(pools) + size > _MOST_RANKS and (forked := [other for other in pools if other != 2]):
+                pools.pop(forked[0]).close()
             pool = RankPool(size, forked=size != 2 or SLOWER > 1)
         pools[size] = pool
         return pool
@@ -135,6 +136,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:], left_out = (quick, rest) if part == "quick" else (rest, quick)
         config.hook.pytest_deselected(items=left_out)
     return result
+
+
+def pytest_collection_finish() -> None:
+    """Keep the modules out of later collections of garbage, which many tests ask for: half a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

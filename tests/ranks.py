@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -25,7 +26,7 @@ _LAZY = (
     *(f"training.{name}" for name in ("checkpoint", "cost.auto", "reducer")),
 )
 PRELOAD = (
-    *("hypothesis", "pytest", "torch._dynamo", "torch.distributed.fsdp", "tests.on_ranks"),
+    *("hypothesis", "pytest", "sklearn.datasets", "torch._dynamo", "torch.distributed.fsdp", "tests.on_ranks"),
     *(f"pycomm.{name}" for name in _LAZY),
 )
 """Modules that are imported in the process that ranks are forked from."""
@@ -81,7 +82,11 @@ class RankPool:
 
 
 def _prepare() -> None:
-    """Let Ctrl-C raise; remove the launcher's variables, as libraries look for a launcher in the environment."""
+    """Let Ctrl-C raise; remove the launcher's variables, as libraries look for a launcher in the environment.
+
+    Modules are kept out of collections of garbage, as in pytest's own process.
+    """
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in variables_of(0, 0, 1):
         del os.environ[name]

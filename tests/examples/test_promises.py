@@ -16,7 +16,7 @@ import pytest
 
 from tests.docs.pages import Block
 from tests.docs.shell import check_shell
-from tests.examples.running import EXAMPLES, ROOT, run, torchrun_on
+from tests.examples.running import EXAMPLES, ROOT, run, run_on, torchrun_on
 from tests.ranks import free_port
 
 RANKS = {
@@ -67,7 +67,7 @@ def test_it_is_short_and_says_how_to_run_it(example: str) -> None:
 @pytest.mark.timeout(260)
 @pytest.mark.parametrize("options", [[], pytest.param(["--diloco"], marks=pytest.mark.slow)], ids=" ".join)
 def test_local_sgd(options: list[str]) -> None:
-    out = run([*torchrun_on(2), str(EXAMPLES / "local_sgd.py"), "--epochs", "5", *options])
+    out = run_on(2, "local_sgd.py", "--epochs", "5", *options)
     assert accuracy_in(out) > 0.85, out
     counted = re.search(r"^([\d.]+) MB sent in (\d+) averages; gradients are ([\d.]+) MB$", out, re.MULTILINE)
     assert counted is not None, out
@@ -79,7 +79,7 @@ def test_local_sgd(options: list[str]) -> None:
 @pytest.mark.timeout(260)
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_parameter_server(mode: str) -> None:
-    out = run([*torchrun_on(3), str(EXAMPLES / "parameter_server.py"), "--mode", mode])
+    out = run_on(3, "parameter_server.py", "--mode", mode)
     pushed = {int(worker): int(count) for worker, count in re.findall(r"^worker (\d) pushed (\d+) grad", out, re.M)}
     updates = re.search(r"^(\d+) updates, ", out, re.MULTILINE)
     assert updates is not None, out
@@ -95,7 +95,7 @@ def test_parameter_server(mode: str) -> None:
 
 @pytest.mark.timeout(260)
 def test_gossip() -> None:
-    out = run([*torchrun_on(3), str(EXAMPLES / "gossip.py"), "--epochs", "5"])
+    out = run_on(3, "gossip.py", "--epochs", "5")
     assert re.search(r"^accuracy [\d.]+ of rank 0, [\d.]+ of the ranks' mean$", out, re.MULTILINE), out
     assert accuracy_in(out) > 0.85, out
     assert f"{4 * PARAMETERS / 1e3:.0f} kB sent per step and rank\n" in out
@@ -103,7 +103,7 @@ def test_gossip() -> None:
 
 @pytest.mark.timeout(260)
 def test_fp8_inside_ddp() -> None:
-    out = run([*torchrun_on(2), str(EXAMPLES / "fp8_ddp.py")])
+    out = run_on(2, "fp8_ddp.py")
     assert accuracy_in(out) > 0.9, out
     sent = re.search(r"^([\d.]+) bytes sent per parameter and step over shared_memory$", out, re.MULTILINE)
     assert sent is not None, out
@@ -112,7 +112,7 @@ def test_fp8_inside_ddp() -> None:
 
 @pytest.mark.timeout(260)
 def test_sharded_muon() -> None:
-    out = run([*torchrun_on(2), str(EXAMPLES / "sharded_muon.py")])
+    out = run_on(2, "sharded_muon.py")
     assert accuracy_in(out) > 0.9, out
     kept = re.search(r"^rank 0 of 2 keeps the momentum of (\d+)% of the elements$", out, re.MULTILINE)
     assert kept is not None, out
@@ -130,7 +130,7 @@ def bytes_in(out: str) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.timeout(260)
 def test_two_hosts_on_one() -> None:
-    out = run([*torchrun_on(2), str(EXAMPLES / "two_hosts.py"), "--epochs", "6"])
+    out = run_on(2, "two_hosts.py", "--epochs", "6")
     assert accuracy_in(out) > 0.85, out
     sent, whole = bytes_in(out)
     assert sent < whole / 40, out
@@ -184,12 +184,12 @@ def end_of(out: str) -> tuple[int, str]:
 
 @pytest.mark.timeout(240)
 def test_a_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
-    command = [str(EXAMPLES / "checkpoint.py"), "--steps", "60", "--folder", str(tmp_path)]
-    stopped = run([*torchrun_on(2), *command, "--stop-at", "30"])
+    options = ["--steps", "60", "--folder", str(tmp_path)]
+    stopped = run([*torchrun_on(2), str(EXAMPLES / "checkpoint.py"), *options, "--stop-at", "30"])
     assert "stopped: signal SIGTERM on rank 1\n" in stopped
     assert end_of(stopped)[0] == 31
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000030", "checkpoint-00000031"]
-    again = run([*torchrun_on(3), *command])
+    again = run_on(3, "checkpoint.py", *options)
     assert "resumed after step 31 on 3 ranks\n" in again
     assert end_of(again)[0] == 60
     assert float(end_of(again)[1]) < float(end_of(stopped)[1]) < 2.3
@@ -212,7 +212,7 @@ def test_interrupted_training_ends_with_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(260)
 def test_horovod() -> None:
-    out = run([*torchrun_on(2), str(EXAMPLES / "horovod_digits.py")])
+    out = run_on(2, "horovod_digits.py")
     assert accuracy_in(out) > 0.9, out
     losses = [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+), ", out, re.MULTILINE)]
     assert len(losses) == 10, out

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from pycomm import schedule
-from tests.examples.running import EXAMPLES, run, torchrun_on
+from tests.examples.running import EXAMPLES, run, run_on, torchrun_on
 
 EXAMPLE = EXAMPLES / "large_batch.py"
 STATS = re.compile(r"transport (\w+)  storages_moved (\d+)  bytes_direct (\d+)  bytes_staged (\d+)  bytes_small \d+")
@@ -137,7 +137,7 @@ def losses_of(out: str) -> list[float]:
 def test_ddp(backend: str) -> None:
     """The script, unchanged but for the backend's name, learns the same."""
     options = ["--epochs", "2", "--samples", "1024", "--width", "128", "--backend", backend]
-    out = run([*torchrun_on(2), str(EXAMPLES / "ddp.py"), *options])
+    out = run_on(2, "ddp.py", *options)
     first, second = losses_of(out)
     assert second < first < 2.6, out
     assert second == pytest.approx(2.0, abs=0.3), out
@@ -152,7 +152,7 @@ def test_ddp(backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_fsdp2() -> None:
-    out = run([*torchrun_on(2), str(EXAMPLES / "fsdp2.py"), "--steps", "40", "--width", "64", "--layers", "2"])
+    out = run_on(2, "fsdp2.py", "--steps", "40", "--width", "64", "--layers", "2")
     losses = losses_of(out)
     assert len(losses) == 4
     assert losses == sorted(losses, reverse=True), out
@@ -178,7 +178,7 @@ def test_the_only_words_of_ours(script: str) -> None:
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("style", ["columns", pytest.param("rows", marks=pytest.mark.slow)])
 def test_split_layer(style: str) -> None:
-    out = run([*torchrun_on(2), str(EXAMPLES / "split_layer.py"), "--width", "256", "--style", style])
+    out = run_on(2, "split_layer.py", "--width", "256", "--style", style)
     held = [int(count.replace(",", "")) for count in re.findall(r"^rank \d: ([\d,]+) parameters", out, re.MULTILINE)]
     assert len(held) == 2, out
     assert sum(held) == 256 * 256 + (256 if style == "columns" else 512), out  # biases are split with the columns
@@ -190,7 +190,7 @@ def test_split_layer(style: str) -> None:
 @pytest.mark.timeout(150)
 def test_pipeline() -> None:
     options = ["--schedule", "zero_bubble_v", "--width", "64", "--batch", "64", "--steps", "20"]
-    out = run([*torchrun_on(2), str(EXAMPLES / "pipeline.py"), *options])
+    out = run_on(2, "pipeline.py", *options)
     assert "4 stages on 2 ranks, 8 microbatches" in out
     assert "rank 0: stages [0, 3]" in out
     assert "rank 1: stages [1, 2]" in out
@@ -204,7 +204,7 @@ def test_pipeline() -> None:
 @pytest.mark.timeout(150)
 def test_hybrid() -> None:
     options = ["--pp", "2", "--dp", "2", "--tp", "1", "--width", "64", "--steps", "20", "--compression", "topk"]
-    out = run([*torchrun_on(4), str(EXAMPLES / "hybrid.py"), *options])
+    out = run_on(4, "hybrid.py", *options)
     first, last = losses_of(out)
     assert last < first < 2.4, out
     assert len(re.findall(r"^rank \d: \d+ KB sent per step$", out, re.MULTILINE)) == 4, out

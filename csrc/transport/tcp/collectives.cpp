@@ -17,8 +17,8 @@ constexpr int64_t kStageBytes = 256 << 10;    // pieces of all ranks, which are 
 constexpr int64_t kLeastPiece = 16 << 10, kMostPiece = 128 << 10;
 constexpr int64_t kRelayPiece = 256 << 10;
 constexpr int64_t kPartAlign = 64;  // elements
-// Up to here every rank sends to every other one. Beyond, a ring sends as many bytes, and keeps a slow link busier: 3 to
-// 8 % at 1 Gbit/s, as the flows of several ranks to one do not all end at the same time.
+// Up to here every rank sends to every other one. Beyond, a ring sends as many bytes, and keeps a slow link busier: 3
+// to 8 % at 1 Gbit/s, as the flows of several ranks to one do not all end at the same time.
 constexpr int64_t kTwoRoundsBytes = 1 << 20;
 
 Range share_of(int64_t count, int index, int size) { return piece_of(count, index, size, kPartAlign); }
