@@ -256,5 +256,5 @@ def _link(text: str) -> Link:
 
 def _peer(text: str) -> str:
     if text not in PEERS:
-        raise argparse.ArgumentTypeError(f"no peer {text!r}, wanted some of {', '.join(PEERS)}")
+        raise argparse.ArgumentTypeError(f"no peer {text!r}, wanted any of {', '.join(PEERS)}")
     return text

@@ -125,7 +125,7 @@ def _cells(values: list[float]) -> list[str]:
 def _words(text: str) -> list[str]:
     for word in text.split(","):
         if word not in METHODS:
-            raise argparse.ArgumentTypeError(f"{word!r}, wanted some of {', '.join(METHODS)}")
+            raise argparse.ArgumentTypeError(f"{word!r}, wanted any of {', '.join(METHODS)}")
     return text.split(",")
 
 

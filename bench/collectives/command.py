@@ -117,7 +117,7 @@ def _peers(text: str) -> list[str]:
     names = [name for word in text.split(",") for name in _GROUPS.get(word, [word])]
     unknown = [name for name in names if name not in RIVALS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r}, wanted some of {', '.join([*RIVALS, *_GROUPS])}")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}, wanted any of {', '.join([*RIVALS, *_GROUPS])}")
     return list(dict.fromkeys(names))
 
 

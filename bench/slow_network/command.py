@@ -262,7 +262,7 @@ def _link(text: str) -> Link:
 
 def _method(text: str) -> str:
     if text not in METHODS:
-        raise argparse.ArgumentTypeError(f"no method {text!r}, wanted some of {', '.join(METHODS)}")
+        raise argparse.ArgumentTypeError(f"no method {text!r}, wanted any of {', '.join(METHODS)}")
     return text
 
 

@@ -47,7 +47,7 @@ int64_t number(const py::object& object) {
 }
 
 void require_pairs(const py::list& owners, const py::list& views) {
-    if (owners.size() != views.size()) throw ArgumentError("owners and views are not equally many");
+    if (owners.size() != views.size()) throw ArgumentError("owners and views differ in number");
 }
 
 PyObject* at(const py::list& list, size_t i) { return PyList_GET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i)); }

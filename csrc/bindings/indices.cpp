@@ -11,7 +11,8 @@ IndexLayout layout_of(py::handle limit, int64_t count) {
     if (range < 1 || range > INT32_MAX) {
         throw ArgumentError(format("limit is %lld, wanted 1 <= limit <= 2147483647", static_cast<long long>(range)));
     }
-    if (count < 1) throw ArgumentError(format("there are %lld indices, wanted some", static_cast<long long>(count)));
+    if (count < 1)
+        throw ArgumentError(format("there are %lld indices, wanted at least one", static_cast<long long>(count)));
     if (count > INT32_MAX) {
         throw ArgumentError(format("there are %lld indices, wanted at most 2147483647", static_cast<long long>(count)));
     }

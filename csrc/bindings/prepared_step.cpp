@@ -35,7 +35,7 @@ void PreparedStep::take_mirrors(const std::vector<py::object>& mirrors) {
     const std::vector<Buffer>& mirrored = job.copies.empty() ? job.weights : job.copies;
     for (const py::object& some : mirrors) {
         if (job.weights[0].device != Buffer::kHost) {
-            throw ArgumentError("mirrors are given, wanted weights in CPU memory then");
+            throw ArgumentError("mirrors are passed, wanted weights in CPU memory");
         }
         PerWeight each(some, "mirrors", Access::kWrite);
         each.require_shape_of(job.weights);

@@ -213,7 +213,9 @@ def require_parameters_apart(stages: Mapping[int, nn.Module]) -> None:
     for number, module in stages.items():
         named = list(module.named_parameters())
         if not named:
-            raise ValueError(f"stage {number} has no parameters, wanted some in each stage: join it to a neighbor")
+            raise ValueError(
+                f"stage {number} has no parameters, wanted at least one in each stage: join it to a neighbor"
+            )
         for name, parameter in named:
             other = owners.setdefault(id(parameter), number)
             if other != number:

@@ -214,7 +214,7 @@ def _rows(mesh: Any, dimensions: Sequence[str]) -> list[list[int]]:
         if name not in names or dimensions.count(name) > 1:
             raise ValueError(f"dimensions are {list(dimensions)}, wanted different ones of the mesh's: {list(names)}")
     if not dimensions:
-        raise ValueError(f"no dimension was given, wanted some of {', '.join(names)}")
+        raise ValueError(f"no dimension was given, wanted any of {', '.join(names)}")
     chosen = [names.index(name) for name in dimensions]
     others = [i for i in range(len(names)) if i not in chosen]
     size = math.prod(mesh.mesh.shape[i] for i in chosen)
@@ -226,7 +226,7 @@ def _checked(sizes: dict[str, int | None], device_type: str | None, between: boo
     """Return this rank's request. Raise TypeError or ValueError if an argument is wrong."""
     given = tuple((name, count(name, sizes[name], 1)) for name in DIMENSIONS if sizes[name] is not None)
     if not given:
-        raise ValueError(f"no dimension was given, wanted some of {', '.join(DIMENSIONS)}")
+        raise ValueError(f"no dimension was given, wanted any of {', '.join(DIMENSIONS)}")
     product, world = math.prod(size for _, size in given), dist.get_world_size()
     if product != world:
         said = " x ".join(f"{name}={size}" for name, size in given)

@@ -97,7 +97,7 @@ class TestCompiler:
         (["--hosts", "1"], "1, wanted 2 to 16 hosts"),
         (["--links", "-1"], "-1, wanted 0.0001 to 1000 Gbit/s, or 0"),
         (["--links", "nan"], "nan, wanted 0.0001 to 1000 Gbit/s, or 0"),
-        (["--peers", "nccl"], "no peer 'nccl', wanted some of floor, gloo, torch"),
+        (["--peers", "nccl"], "no peer 'nccl', wanted any of floor, gloo, torch"),
         (["--repeats", "0"], "0, wanted at least 1"),
     ],
 )

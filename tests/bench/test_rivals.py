@@ -87,7 +87,7 @@ def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(sys, "argv", ["bench.collectives", "--peers", "gloo,smoke"])
     with pytest.raises(SystemExit):
         command._parse()
-    assert "--peers: 'smoke', wanted some of gloo, gloo_shm, deepspeed, mpich, openmpi, all, mpi" in (
+    assert "--peers: 'smoke', wanted any of gloo, gloo_shm, deepspeed, mpich, openmpi, all, mpi" in (
         capsys.readouterr().err
     )
 

@@ -262,7 +262,7 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["--methods", "ddp,best"], "no method 'best', wanted some of ddp, "),
+            (["--methods", "ddp,best"], "no method 'best', wanted any of ddp, "),
             (["--links", "-1"], "-1, wanted a rate in Gbit/s or 0"),
             (["--target-fraction", "0"], "0, wanted 0 < fraction <= 1"),
         ],

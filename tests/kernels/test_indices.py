@@ -102,7 +102,7 @@ def test_numpy_and_given_outputs() -> None:
         ([3, 2], r"indices\[1\] is 2, wanted 3 <= index < 10, ascending"),
         ([-1, 2], r"indices\[0\] is -1, wanted 0 <= index < 10"),
         ([1, 10], r"indices\[1\] is 10, wanted 1 <= index < 10"),
-        ([], "there are 0 indices, wanted some"),
+        ([], "there are 0 indices, wanted at least one"),
     ],
 )
 def test_bad_indices(indices: list[int], message: str) -> None:

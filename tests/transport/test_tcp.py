@@ -94,10 +94,10 @@ def test_a_frame_byte_by_byte(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
-        (bytes(64), "what is no operation of this group"),
-        (b"HTTP/1.1 400 Bad Request\r\n".ljust(64), "what is no operation of this group"),
-        (frame(meeting=8), "what is no operation of this group"),
-        (frame()[:-1] + bytes([frame()[-1] ^ 1]), "what is no operation of this group"),
+        (bytes(64), "something that is not an operation of this group"),
+        (b"HTTP/1.1 400 Bad Request\r\n".ljust(64), "something that is not an operation of this group"),
+        (frame(meeting=8), "something that is not an operation of this group"),
+        (frame()[:-1] + bytes([frame()[-1] ^ 1]), "something that is not an operation of this group"),
         (frame(number=3), "an operation out of its order"),
         (frame(kind=200), "an impossible operation"),
     ],
@@ -146,7 +146,7 @@ def test_last_words(pair: Pair, subject: int, cause: int, peer: int) -> None:
 def test_bytes_that_are_no_message(pair: Pair, content: bytes) -> None:
     pair.control.sendall(content)
     receipt = pair.group.post_receive(np.empty(4, np.float32), 1, 0)
-    with pytest.raises(CommError, match="rank 1 sent what is no message of this group"):
+    with pytest.raises(CommError, match="rank 1 sent something that is not a message of this group"):
         receipt.wait(5.0)
 
 

@@ -195,7 +195,7 @@ void TcpCall::advance(int p) {
     }
     if (reading.stage == Stage::kFrame) {
         if (frame.magic != kFrameMagic || frame.check != check_of(frame) || frame.meeting != group_.meeting_) {
-            distrust(p, "what is no operation of this group");
+            distrust(p, "something that is not an operation of this group");
         }
         if (frame.version != kFrameVersion || frame.number != (to_skip.empty() ? group_.num_calls_ : to_skip[0])) {
             distrust(p, "an operation out of its order");

@@ -136,12 +136,12 @@ void Post::read(int p) {
                 const bool is_text = heading.subject == Subject::kGoodbye || heading.subject == Subject::kAbort;
                 const int64_t most = heading.subject == Subject::kMessage ? kMostMessage : is_text ? kMostText : 0;
                 if (heading.magic != kPostMagic || heading.num_bytes < 0 || heading.num_bytes > most) {
-                    return end(p, format("rank %d sent what is no message of this group", p));
+                    return end(p, format("rank %d sent something that is not a message of this group", p));
                 }
                 try {
                     from.content.resize(static_cast<size_t>(heading.num_bytes));
                 } catch (const std::exception&) {
-                    return end(p, format("rank %d sent a message for which there is no memory here", p));
+                    return end(p, format("rank %d sent a message that is too large for the memory here", p));
                 }
                 from.content_at = 0;
             }
@@ -185,7 +185,7 @@ void Post::finish_part(int p) {
             if (heading.tag >= 0 && heading.tag < size_ && from.lost < 0) from.lost = static_cast<int>(heading.tag);
             break;
         default:
-            end(p, format("rank %d sent what is no message of this group", p));
+            end(p, format("rank %d sent something that is not a message of this group", p));
     }
 }
 
