@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 
 #include "base/time.h"
 #include "transport/process.h"
@@ -334,11 +335,20 @@ int TcpCall::awaited() const {
 }
 
 void TcpCall::time_out(double waited) {
-    const int p = awaited();
+    int p = awaited();
+    const bool is_stopped = p >= 0 && group_.post_->silence(p) > kSilentProcess;
+    unsigned bytes = 0;
+    if (!is_stopped) {
+        // Of any peer: whoever is awaited may be waiting for bytes that this rank has sent, and that never arrive.
+        for (const int each : peers_) {
+            const unsigned lost = bytes == 0 ? link(each).lost_segment() : 0;
+            if (lost > 0) std::tie(p, bytes) = std::pair(each, lost);
+        }
+    }
     std::string whom = p < 0 ? "the others" : group_.name_of(p);
-    if (p >= 0 && group_.post_->silence(p) > kSilentProcess) {
+    if (is_stopped) {
         whom += ", whose process is stopped,";
-    } else if (const unsigned bytes = p < 0 ? 0 : link(p).lost_segment(); bytes > 0) {
+    } else if (bytes > 0) {
         whom += format(
             ", whose host acknowledges small packets, but none of %u bytes (is the MTU of the path smaller? "
             "See PYCOMM_TCP_MSS),",
