@@ -19,6 +19,7 @@ from tests.docs.pages import ROOT, Block, blocks_of
 from tests.docs.scripts import load
 from tests.ranks import free_port
 
+pytestmark = pytest.mark.timeout(410)  # two commands, each of which may take half of it
 PAGE = "docs/tutorial.md"
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _ACCURACY, _BYTES = re.compile(r"accuracy ([\d.]+)"), re.compile(r"([\d.]+) MB sent")
@@ -65,7 +66,7 @@ def run(block: Block, folder: Path) -> str:
         for words, given in lines
     ]
     try:
-        ends = [process.communicate(timeout=110) for process in started]
+        ends = [process.communicate(timeout=200) for process in started]
     finally:
         for process in started:
             if process.poll() is None:  # torchrun ends its ranks with it

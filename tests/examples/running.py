@@ -17,7 +17,7 @@ from tests.ranks import PRELOAD
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PATIENCE = 10.0
-_LIMIT = 200.0
+_LIMIT = 340.0
 
 
 def torchrun_on(ranks: int) -> list[str]:
